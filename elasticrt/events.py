@@ -135,11 +135,11 @@ class Resized:
 
 @dataclass(frozen=True)
 class StandsBy(Generation):
-    """A generation runs without this node, which had a seat before. The fields are those of `generation`.
+    """A generation runs without this node. The fields are those of `generation`.
 
     Attributes:
         index: -1.
-        age_s: seconds since the last step of this node's workers.
+        age_s: seconds since the last step of this node's workers; 0 if they have made none.
     """
 
     age_s: float = 0.0
@@ -408,7 +408,7 @@ class Culprit:
 
     Attributes:
         generation: the generation.
-        step: the last step, counted over the whole run.
+        step: the last step, counted over the whole run, as rank 0's node has it.
         age_s: seconds since then.
         ranks: global ranks; none if no rank is behind the others.
         nodes: theirs, or nodes that do not answer.
@@ -425,12 +425,12 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A node is slow, and the others wait for it in every step. Written once for a slow node, by the node of rank 0.
+    """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0.
 
     Attributes:
         generation: the generation.
         step: the last step, counted over the whole run.
-        slow: the node.
+        slow: the node; "" when it has caught up.
         own_s: seconds of its own work in a step.
         others_s: the median of the other nodes.
     """

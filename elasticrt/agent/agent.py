@@ -239,9 +239,15 @@ class Agent(Side):
         if self.health is None:
             return
         member, now = self.member, self.clock.monotonic()
-        step, answer_s = self.node.progress.step(), self.loop.session.answer_s
         self.health.noted = health_state.member(
-            self.settings.run_id, member.me, member.view, member.outage, now, step=step, answer_s=answer_s
+            member.me,
+            member.view,
+            member.outage,
+            now,
+            story=self.console.story,
+            told_at=now + self.console.zero,
+            step=self.node.progress.step(),
+            answer_s=self.loop.session.answer_s,
         )
 
     def alarms(self, now: float) -> Iterable[float]:

@@ -125,7 +125,7 @@ class Console:
         self._head = nonce
 
     def _note(self, event: events.Event, at: float) -> None:
-        self.story.tell(events.Record(event, self._node, at, at + self._zero))
+        self.story.tell(events.Record(event, self._node, at, at + self.zero))
 
     # The last line of a terminal.
 
@@ -173,7 +173,7 @@ class Console:
     def alarms(self, now: float) -> list[float]:
         """When `tick` is due after `now`, by the monotonic clock."""
         due = self._changes.due() if self.narrates else None
-        found = [due - self._zero] if due is not None else []
+        found = [due - self.zero] if due is not None else []
         if self.narrates and self._doing is not None and self._doing.what == "waiting for nodes":
             found.append(self._doing_since + SHOWN_AFTER_S)
         if self._last_line is not None:
@@ -181,14 +181,14 @@ class Console:
         return [at for at in found if at > now]
 
     @property
-    def _zero(self) -> float:
+    def zero(self) -> float:
         """The zero of the monotonic clock in the story's time, which is seconds since 1970."""
         first = self.story.lives[0] if self.story.lives else None
         return first.begin - first.started_at if first is not None else 0.0
 
     def _say_changes(self, now: float) -> None:
         # A millisecond later: the sum is rounded, and an alarm that came too early would not come again.
-        told, self._told = [*self._told, *self._changes.tick(now + self._zero + 1e-3)], []
+        told, self._told = [*self._told, *self._changes.tick(now + self.zero + 1e-3)], []
         for chapter, text in told:
             if self._node not in chapter.nodes:  # Said when it began.
                 continue
@@ -204,7 +204,7 @@ class Console:
 
     def _standing(self, now: float, step: int | None) -> str:
         """The state of the run, for the last line."""
-        story, at = self.story, now + self._zero
+        story, at = self.story, now + self.zero
         newest = max(story.newest, step or 0)
         if not self._steps or newest < self._steps[-1][1]:
             self._steps.clear()
@@ -261,7 +261,7 @@ class Console:
     def generation(self, view: View, me: Me) -> bool:
         """Say once that the generation of `view` runs without this node, `me`. Others are in the story.
 
-        Returns whether that was said now, of a node that has had a seat before.
+        Returns whether that was said now.
         """
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return False
@@ -276,7 +276,7 @@ class Console:
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
         until = _STANDS_BY_UNTIL[me.spec.join]
         self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
-        return bool(self.story.chapters)
+        return True
 
     def left(self, decision: Leave, head: Commit | None, *, lost: bool = False) -> None:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
@@ -290,10 +290,9 @@ class Console:
         behind = decision.saving if reached < decision.saving else 0
         if lost:
             self.say(which_steps_are_saved(reached, behind), "unsaved", level="error")
+        saved = f"{which_steps_are_saved(reached)}; " if (reached or behind) and not lost else ""
         if behind and not lost:
-            saved = f"the node of rank 0 is saving step {behind:,}; "
-        else:
-            saved = f"{which_steps_are_saved(reached)}; " if reached and not lost else ""
+            saved += f"the node of rank 0 says whether step {behind:,} is; "
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def stopped(self, code: int) -> None:

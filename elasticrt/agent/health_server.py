@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt import events
 from elasticrt.agent import health_state
-from elasticrt.agent.health_state import HealthState, Standstill
+from elasticrt.agent.health_state import HealthState
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
@@ -64,7 +64,6 @@ class HealthServer:
         self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         listener = _listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        self._standstill: Standstill | None = None
         self._metrics: Metrics | None = None
         self._no_metrics = INSTALL
         with contextlib.suppress(ImportError):  # Without prometheus-client the answer says what to install.
@@ -85,8 +84,6 @@ class HealthServer:
 
     def tell(self, record: events.Record) -> None:
         """Take note of an event; the metrics do it on the thread that answers. From any thread."""
-        if isinstance(record.event, events.Culprit):
-            self._standstill = Standstill(record.event, record.at, self.noted.step)
         if self._metrics is not None:
             self._thread.call(partial(self._of_metrics, lambda metrics: metrics.tell(record)))
 
@@ -106,7 +103,7 @@ class HealthServer:
             if not text:
                 status, text = HTTPStatus.NOT_IMPLEMENTED, f"{self._no_metrics}\n".encode()
         else:
-            status, text = answer(line, self.noted, time.monotonic(), self._standstill)
+            status, text = answer(line, self.noted, time.monotonic())
         content = b"" if line.startswith("HEAD ") else text
         fields = {"Content-Type": kind, "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
@@ -157,20 +154,15 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
     return False
 
 
-def answer(
-    request_line: str, noted: HealthState, now: float, standstill: Standstill | None = None
-) -> tuple[HTTPStatus, bytes]:
-    """Status and body for the `request_line` of a request, about what was `noted`, at `now` (monotonic seconds).
-
-    `standstill`: the newest, which may be over.
-    """
+def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
+    """Status and body for the `request_line` of a request, about what was `noted`, at `now` (monotonic seconds)."""
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = target.partition("?")[0]
     if question not in (LIVE, READY):
         return HTTPStatus.NOT_FOUND, _text({"questions": [LIVE, METRICS, READY]})
     if method not in ("GET", "HEAD"):
         return HTTPStatus.METHOD_NOT_ALLOWED, _text({"methods": ["GET", "HEAD"]})
-    finding = health_state.live(noted, now) if question == LIVE else health_state.ready(noted, now, standstill)
+    finding = health_state.live(noted, now) if question == LIVE else health_state.ready(noted, now)
     status = HTTPStatus.OK if finding.ok else HTTPStatus.SERVICE_UNAVAILABLE
     return status, _text(health_state.body(noted, finding))
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elasticrt import events
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.outage import Outage
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.view import View
-from elasticrt.story.fold import no_step
+from elasticrt.story import sentences
+from elasticrt.story.fold import Story
 
 CUT_OFF_S = 10.0
 """Other nodes are asked once a second, and their agents answer in milliseconds, whatever their workers do."""
@@ -32,21 +32,6 @@ class Finding:
 
     ok: bool
     reason: str
-
-
-@dataclass(frozen=True)
-class Standstill:
-    """It was found for whom the others wait, since no step was made.
-
-    Attributes:
-        culprit: the finding.
-        at: when, on the monotonic clock, in seconds.
-        step: the last step of this node's workers then.
-    """
-
-    culprit: events.Culprit
-    at: float
-    step: int | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +50,8 @@ class HealthState:
         generation, nodes, world_size: of the run; 0 before the first generation.
         ranks: first and last rank of this node in the run's generation; None without a seat in it.
         step: the last step that all its workers have finished; None while that is unknown.
+        standing_s: for how long no step has been made, once it is known why; else 0.
+        slow: the node that is slow, and how many times as long as the others' its own work takes; None: none is known.
     """
 
     run_id: str
@@ -81,28 +68,39 @@ class HealthState:
     world_size: int = 0
     ranks: tuple[int, int] | None = None
     step: int | None = None
+    standing_s: float = 0.0
+    slow: tuple[str, float] | None = None
 
 
 def member(
-    run_id: str, me: Me, view: View, outage: Outage, now: float, *, step: int | None, answer_s: float | None = None
+    me: Me,
+    view: View,
+    outage: Outage,
+    now: float,
+    *,
+    story: Story,
+    told_at: float,
+    step: int | None,
+    answer_s: float | None = None,
 ) -> HealthState:
-    """What a member of the run `run_id` notes about itself at `now`, in seconds of the monotonic clock.
+    """What a member notes about itself at `now`, in seconds of the monotonic clock.
 
-    `me`, `view` and `outage` are the member's. For `step` and `answer_s` see `HealthState`.
+    `me`, `view` and `outage` are the member's; `story` is what its own events tell, and `told_at` is `now` there. For
+    `step` and `answer_s` see `HealthState`.
     """
     seat = view.seat_of(me.record.node, me.record.incarnation) if view.roster_known else None
     generation = view.generation.record if view.generation else None
     away_s = round(now - outage.since, 1) if outage.since is not None else None
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
+    trouble, slow = sentences.trouble(story, told_at), story.slow
+    found = readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s, doing=sentences.doing(story))
     return HealthState(
-        run_id=run_id,
+        run_id=story.run_id,
         node=me.record.node,
         phase="member",
         turned_at=now,
         limit_s=LIVE_S,
-        readiness=readiness(
-            me, seat, view.number, away_s=away_s, alone_s=alone_s, waits=generation is not None and generation.waits
-        ),
+        readiness=Finding(found.ok, f"{found.reason}; {trouble}") if trouble and found.ok else found,
         lease=me.lease,
         etcd_answer_s=answer_s,
         etcd_away_s=away_s,
@@ -111,11 +109,13 @@ def member(
         world_size=generation.world_size if generation else 0,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
         step=step,
+        standing_s=round(story.standing_s(told_at), 1),
+        slow=(slow.slow, round(slow.own_s / slow.others_s, 2)) if slow is not None and slow.others_s else None,
     )
 
 
 def readiness(
-    me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float, waits: bool = False
+    me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float, doing: str = "trains"
 ) -> Finding:
     """Whether a member trains, or stands by and could train.
 
@@ -125,7 +125,7 @@ def readiness(
         generation: that generation's number, 0 before the first.
         away_s: how long etcd has not answered; None while it does.
         alone_s: how long no other node of its generation has answered either.
-        waits: whether that generation makes no step, because there are too few nodes.
+        doing: what the nodes of that generation do.
     """
     if me.leaving or me.record.draining:
         return Finding(False, f"on its way out: {me.leaving or 'draining'}")
@@ -136,7 +136,7 @@ def readiness(
         if alone_s > CUT_OFF_S:
             silence = f"neither etcd nor another node has answered for {alone_s:.0f} s"
             return Finding(False, f"cut off in generation {generation}: {silence}")
-        return Finding(True, f"{'waits for nodes' if waits else 'trains'} in generation {generation}{away}")
+        return Finding(True, f"{doing} in generation {generation}{away}")
     if not me.record.warm:
         return Finding(False, f"stands by, but is still importing what its workers need{away}")
     if seat is not None and away:
@@ -157,22 +157,17 @@ def live(noted: HealthState, now: float) -> Finding:
     return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
 
 
-def ready(noted: HealthState, now: float, standstill: Standstill | None = None) -> Finding:
+def ready(noted: HealthState, now: float) -> Finding:
     """Whether the node is ready, by what its agent has `noted`, at `now`.
 
-    The newest `standstill` is in the reason while it lasts. The node stays ready: its replacement may be no remedy.
+    It stays ready while steps stand still, and says for whom the others wait: its replacement may be no remedy.
     """
     alive = live(noted, now)
     if not alive.ok:
         return alive
     if noted.phase != "member" or noted.readiness is None:
         return Finding(False, f"{noted.phase}: not a member of the run")
-    lasts = standstill and (standstill.culprit.generation, standstill.step) == (noted.generation, noted.step)
-    if standstill is None or not lasts or not noted.readiness.ok:
-        return noted.readiness
-    age_s = standstill.culprit.age_s + now - standstill.at
-    reason = noted.readiness.reason.replace("trains in", "stands still in", 1)
-    return Finding(True, f"{reason}; {no_step(standstill.culprit, age_s)}")
+    return noted.readiness
 
 
 def body(noted: HealthState, finding: Finding) -> dict[str, Any]:

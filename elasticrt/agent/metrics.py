@@ -43,7 +43,6 @@ class Metrics:
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
         self._now = 0.0
-        self._told_at = 0.0  # The same in the story's time.
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -62,9 +61,8 @@ class Metrics:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
         self._noted, self._now = noted, now
         for life in self._story.lives[-1:]:  # An agent has one.
-            self._told_at = life.begin - life.started_at + now
             if life.code is None:
-                life.spans.count_on(self._told_at)
+                life.spans.count_on(life.begin - life.started_at + now)
                 self._spent.update(life.spans.painted())
         return generate_latest(self._registry)
 
@@ -87,6 +85,12 @@ class Metrics:
         yield _gauge("nodes", "Nodes of the generation.", noted.nodes)
         yield _gauge("world_size", "Workers of the generation.", noted.world_size)
         yield _gauge("step", "The last step that all workers of this node have finished.", noted.step)
+        yield _gauge("standing_seconds", "For how long no step has been made, once it is known why.", noted.standing_s)
+        text = "How many times as long as the others' the own work of a slow node takes, as rank 0's node has found."
+        slow = GaugeMetricFamily("elasticrt_slow", text, labels=["slow"])
+        if noted.slow is not None:
+            slow.add_metric([noted.slow[0]], noted.slow[1])
+        yield slow
 
     def _of_story(self, story: Story, node: str) -> Iterator[Metric]:
         kinds = Counter(chapter.kind for chapter in story.chapters)
@@ -103,9 +107,6 @@ class Metrics:
         yield _recoveries(story)
         redone = sum(chapter.redone or 0 for chapter in story.chapters)
         failed = sum(not each.hang or each.node == node for each in story.troubles)  # All nodes tell of a hang.
-        since = story.stand.since if story.stand is not None else story.waits_since
-        standing_s = self._told_at - since if since is not None else 0.0
-        yield _gauge("standing_seconds", "For how long no step has been made, once it is known why.", standing_s)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Its workers that failed or hung, and nodes it has taken out.", "", {"": failed})
         if story.samples:

@@ -275,13 +275,12 @@ class Supervisor:
         return self._state.seat is not None and self._state.seat.index == 0
 
     @property
-    def _ask_s(self) -> float:
-        """Seconds from a closer look to the question to other nodes: it is no use before those know the answer."""
-        if self.is_first:
-            return PLACES_S
+    def _ask_s(self) -> list[float]:
+        """Seconds from a closer look to the questions to other nodes: no use before those know the answer."""
         generation = self._state.generation
         asks_leader = generation is not None and len(self._names) < generation.nodes
-        return PLACES_S + (2 * FOUND_S if asks_leader else FOUND_S)
+        later = 0 if self.is_first else 2 if asks_leader else 1
+        return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
         """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at
@@ -500,7 +499,7 @@ class Supervisor:
         self._state = self._state.failed(failure, self._clock.monotonic())
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
-        """Tell that `generation`, of the nodes `names`, runs without this node, which has had a seat before."""
+        """Tell that `generation`, of the nodes `names`, runs without this node."""
         begun = _begun(generation, names, -1, generation.resume.step if generation.resume else 0)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
 

@@ -24,6 +24,7 @@ from elasticrt.bootstrap import child_process, process_sessions, shutdown
 from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
+from elasticrt.ipc.status_page import STACKS_SIGNAL
 from elasticrt.ipc.std_streams import occupy
 
 SWEEP_AGAIN_S = 0.02
@@ -111,8 +112,10 @@ class ForkServer:
         if message.number == signal.SIGKILL:
             process_sessions.kill_sessions(alive)
         # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
+        # Another thread would write down its own stack, or none.
+        send = process_sessions.signal_main_thread if message.number == STACKS_SIGNAL else process_sessions.kill
         for pid in alive:
-            process_sessions.kill(pid, message.number)
+            send(pid, message.number)
 
     def _start(self, start: Start, fds: list[int]) -> Job | None:
         """Fork a worker. In the worker itself: its job."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 from collections.abc import Collection
@@ -17,6 +18,10 @@ from elasticrt.ipc.leash import LIBC
 from elasticrt.ipc.proc import all_pids, in_sessions, stat
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""By machine. The C library has a function for it only since glibc 2.30."""
+
+_GONE = (errno.ESRCH, errno.EPERM)
 
 
 def adopt_orphans() -> None:
@@ -46,6 +51,18 @@ def kill(pid: int, number: int) -> None:
     """Send a signal to a process, unless it has ended or belongs to another user (set-uid)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process, unless it has ended or belongs to another user.
+
+    A signal to the process goes to any other thread while another signal is on its way to the main one.
+    """
+    machine = os.uname().machine
+    if machine not in _SYS_TGKILL:
+        kill(pid, number)
+    elif LIBC.syscall(_SYS_TGKILL[machine], pid, pid, number) != 0 and ctypes.get_errno() not in _GONE:
+        raise OSError(ctypes.get_errno(), "tgkill")
 
 
 def kill_sessions(session_ids: Collection[int]) -> None:

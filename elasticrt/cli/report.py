@@ -21,6 +21,7 @@ from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Story
 from elasticrt.story.page import page
+from elasticrt.story.sentences import trouble
 from elasticrt.text import plain
 
 LOOK_EVERY_S = 0.2
@@ -131,6 +132,8 @@ def show_runs(arguments: argparse.Namespace) -> int:
         goodput = f"{story.goodput(now):.1%}"
         nodes = str(len({life.node for life in story.lives}))
         state = report.state(story, now)
+        slow = trouble(story, now) if state == "running" and now is not None else ""
+        state = f"{state}; {slow}" if slow else state
         steps = "-" if report.is_uncounted(story) else f"{report.made(story):,}"
         rows.append((directory.name, begun, nodes, steps, goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]

@@ -39,10 +39,11 @@ step is not worth that. It does so again after twice the time, and so on."""
 FIRST_STEP_S = 5.0
 """The same before the first step of a process, which compiles."""
 
-PLACES_S = 2.5
-"""After this time all agents have their stacks, which take STACKS_S_MAX, and the agent of rank 0 asks the others."""
+PLACES_S = (0.5, 2.5)
+"""So long after a look the agent of rank 0 asks the others where their workers are: once when agents usually have their
+stacks, which takes milliseconds, and again when all of them have: that takes STACKS_S_MAX at most."""
 
-FOUND_S = 2.0
+FOUND_S = (0.5, 2.0)
 """So much later the node of rank 0 knows who is waited for, and the other nodes ask it. Of many nodes some do not know
 which it is: as much later again the leader knows, and they ask that."""
 

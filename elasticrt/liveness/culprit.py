@@ -109,12 +109,14 @@ class Culprit:
         nodes: theirs, without repetitions.
         reason: what these ranks do, and where the others wait.
         resting: no step is expected of these ranks, so this may be no mistake.
+        step: the last one of those that have found it.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     reason: str
     resting: bool = False
+    step: int = 0
 
     @property
     def key(self) -> str:
@@ -146,6 +148,8 @@ def find(
     silent: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     own: str = "",
+    *,
+    again: bool = False,
 ) -> Culprit | None:
     """The finding from all positions; None if no rank waits, or too many are late.
 
@@ -154,18 +158,24 @@ def find(
         silent: nodes that have not answered, with another node that each of them answers; "": none is known.
         names: nodes by their addresses.
         own: the node that has asked.
+        again: it will ask once more. Until then only ranks that do something else than train are found, and only when
+            all nodes have told of theirs: what is known of collectives may still be from before.
     """
+    if again and (silent or not all(by_node.values())):
+        return None
     all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
     most = max((each.begun for each in all_ranks), default=0)
     halted = [each for each in all_ranks if each.state in ("T", "t", "Z")]
     if halted:
         return _culprit(halted, all_ranks, most)
     waiting = [each for each in all_ranks if _waits(each, most)]
-    busy = [each for each in all_ranks if not _waits(each, most)]
+    busy = [each for each in all_ranks if not _waits(each, most) and not (again and each.doing == "gradients")]
     if not waiting:
         return None
     if busy:
         return _culprit([each for each in busy if not _rests(each)] or busy, all_ranks, most)
+    if again:
+        return None
     if silent:
         return _silence(silent, own, waiting)
     if not all(by_node.values()):

@@ -117,7 +117,7 @@ class HangMonitor:
 
     def wake_at(self) -> list[float]:
         """The times at which to look again."""
-        times = (self._look_at or self._idle_until, self._idle_look_at, self._stand.ask_at)
+        times = (self._look_at or self._idle_until, self._idle_look_at, *self._stand.asks)
         return [at for at in times if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
@@ -174,11 +174,11 @@ class HangMonitor:
         return events.Stalled(generation, self._pace.step, age_s, True, {})
 
     def look_closer(
-        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: float
+        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: Iterable[float]
     ) -> None:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`.
 
-        `ask_s`: so many seconds later it is time to ask other nodes.
+        `ask_s`: so many seconds later it is time to ask other nodes, each time.
         """
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
@@ -232,10 +232,8 @@ class HangMonitor:
         if first and now >= self._compare_at and self._pace.recent:
             self._compare_at = now + COMPARE_S
             return True
-        if self._stand.ask_at is None or now < self._stand.ask_at:
-            return False
-        self._stand = replace(self._stand, ask_at=None)
-        return bool(self.positions)
+        before, self._stand = self._stand, self._stand.asked(now)
+        return before != self._stand and bool(self.positions)
 
     def look_at_waits(self, now: float, ranks: Mapping[int, int], pages: Sequence[StatusPage]) -> None:
         """Renew `said`, if it is time `now`. `ranks`: global ranks by local rank, in the order of `pages`."""
@@ -245,20 +243,24 @@ class HangMonitor:
         by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [each for each in self.positions if each.rank in by_rank]
+        pages_of = [by_rank[each.rank] for each in known]
         self.positions = tuple(
-            replace(each, flights=by_rank[each.rank].flights, age_s=age_of(by_rank[each.rank])) for each in known
+            replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page))
+            for each, page in zip(known, pages_of, strict=True)
         )
         self._aged_at = time.monotonic()
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
-        """Report a slow node, from the waits of all ranks. `others`: the other agents' answers, by node."""
+        """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
         before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
-        found = self.comparison.found
-        if found is None or not self.comparison.is_certain or before.is_certain:
+        found = self.comparison.found if self.comparison.is_certain else None
+        if found is None and before.is_certain:
+            self._events.write(events.Straggler(generation, step, "", 0.0, 0.0))
+        if found is None or before.is_certain:
             return
         self._events.write(
             events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))
@@ -286,11 +288,10 @@ class HangMonitor:
         by_node = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
-        culprit, age_s = find(by_node, silent, names, own), self._age_s()
+        culprit, age_s = find(by_node, silent, names, own, again=bool(self._stand.asks)), self._age_s()
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
-            self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
-            self._tell(generation, culprit, age_s)
+            self._tell(generation, replace(culprit, step=self._own_step()))
 
     def hear(self, generation: int, answer: Mapping[str, object]) -> None:
         """Report what the node of rank 0 has found, by the `answer` of it or of the leader, if steps stand still here.
@@ -301,19 +302,21 @@ class HangMonitor:
         if not self.positions or not isinstance(found, dict):
             return
         try:
-            self._tell(generation, typed(Culprit, found), self._age_s())
+            self._tell(generation, typed(Culprit, found))
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
-        else:
-            self._found, self._waits_at = {"culprit": found}, 0.0
 
     def _age_s(self) -> float:
         """Seconds without a step, until now."""
         return max(each.age_s for each in self.positions) + time.monotonic() - self._aged_at
 
-    def _tell(self, generation: int, culprit: Culprit, age_s: float) -> None:
-        step = min(each.step for each in self.positions)
-        self._blamed_step = step, culprit.reason
+    def _own_step(self) -> int:
+        return min(each.step for each in self.positions)
+
+    def _tell(self, generation: int, culprit: Culprit) -> None:
+        self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
+        self._blamed_step = self._own_step(), culprit.reason
+        age_s, step = self._age_s(), culprit.step
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
@@ -397,7 +400,8 @@ class HangMonitor:
         what = "has done nothing since" if stacks.final else f"is waited for{bound}"
         for rank, each in lines.items():
             self._say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
-        return f"rank {min(lines)} did not end, and did nothing for {age}, after {stacks.ended} had"
+        who = f"rank {min(lines)} on {self._settings.node}"
+        return f"{who} did not end, and did nothing for {age}, after {stacks.ended} had"
 
     def _report_stand(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Keep the stacks of workers that make no step, and say where they are. Returns the failure's message."""

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 LINES_MAX = 120
 
+BEGINS = "Stack (most recent call first):"
+"""The first line of each answer, by faulthandler."""
+
 
 @dataclass(frozen=True)
 class Stacks:
@@ -108,7 +111,9 @@ def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
         state = state_of(pid)
         how = STATES.get(state, f"is in state {state}") if state else "has ended"
         return [f"it has not answered within {STACKS_S_MAX:g} s, and {how}"]
-    return page.text()[before:].decode(errors="replace").strip().splitlines()
+    # While an earlier answer was being written, the text before has ended in the middle of a stack.
+    whole = page.text()[before:].decode(errors="replace").rpartition(BEGINS)
+    return "".join(whole[1:]).strip().splitlines()
 
 
 def _catches(pid: int) -> bool:

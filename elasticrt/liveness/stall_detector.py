@@ -15,7 +15,7 @@ An agent that was stopped or suspended itself counts from its return.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
@@ -130,22 +130,26 @@ class Stand:
     Attributes:
         step: identifies the stand: the sum of all workers' steps.
         times: the number of closer looks.
-        ask_at: when to ask the other nodes; None: there is nothing to ask.
+        asks: when to ask the other nodes.
     """
 
     step: int = 0
     times: int = 0
-    ask_at: float | None = None
+    asks: tuple[float, ...] = ()
 
-    def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: float) -> Stand:
+    def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> Stand:
         """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on.
 
-        `ask_s`: from a look to the question to other nodes.
+        `ask_s`: from a look to each question to other nodes.
         """
         before = self if step == self.step else Stand(step)
         if now - at < bound_s * 2**before.times:
             return before
-        return Stand(step, before.times + 1, before.ask_at or now + ask_s)
+        return Stand(step, before.times + 1, (*before.asks, *(now + each for each in ask_s)))
+
+    def asked(self, now: float) -> Stand:
+        """The stand once the questions that are due at `now` have been put."""
+        return replace(self, asks=tuple(at for at in self.asks if at > now))
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if view.result is not None:
         return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
-        return Leave(me.leaving)
+        stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
+        return Leave(me.leaving, others_go_on=len(stay) >= me.spec.min_nodes)
     if me.record.draining and _may_leave(me, view):
         return _drained(me, view)
     if view.number < me.known:

@@ -119,7 +119,7 @@ class Leave(Decision):
     Attributes:
         saving: the step that rank 0 saves before that, 0 for none. Rank 0's node leaves when that is done; the others
             need not wait for it.
-        others_go_on: the run needs nothing more of this node, and is past what is saved.
+        others_go_on: enough others are left for the run to go on, or to wait for more.
     """
 
     saving: int = 0

@@ -104,7 +104,7 @@ class Course:
         waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
         blamed: the newest finding about whom the others wait for; None again when the steps go on.
-        hung: whether it has ended because its steps stood still.
+        hung: the first word, and when it came, that it ends because its steps stand still; None: it does not.
     """
 
     step: int = 0
@@ -116,7 +116,7 @@ class Course:
     waits: bool = False
     stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
     blamed: events.Culprit | None = None
-    hung: bool = False
+    hung: tuple[float, events.Stalled] | None = None
 
     def stepped(self, step: int, at: float) -> None:
         """A `step` is done at `at`."""
@@ -191,13 +191,14 @@ class LifeSpans:
             case events.ParentWarm() if self._mode == "start":
                 self._to(at, START)
                 self._mode = "idle"
-            case events.Ready() if self._mode == "idle" or self._failed_at is not None:
-                if self._failed_at is not None:  # This worker replaces one that has failed.
-                    self._train_to(self._failed_at)
+            case events.Ready() if self._failed_at is not None:  # This worker replaces one that has failed.
+                self._train_to(self._failed_at)
                 self._to(at, SET_UP)
                 self._mode, self._failed_at = "idle", None
             case events.StandsBy():
                 self._left_out(at, at - event.age_s)
+                if self._mode == "idle":
+                    self._to(at, self._idle(event))
                 self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
@@ -235,10 +236,10 @@ class LifeSpans:
         return found
 
     def count_on(self, now: float) -> None:
-        """Paint up to `now` what it is known to be for: a wait for nodes, and a hang whose culprit is known."""
+        """Paint up to `now` what it is known to be for: a wait without a step, and a hang whose culprit is known."""
         stands_since = self._course.stands_since
-        if self._mode == "waiting":
-            self._to(now, WAITING)
+        if self._mode in ("waiting", "idle"):
+            self._finish(now)
         elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
             self._train_to(stands_since)
             self._to(now, DETECT)
@@ -257,14 +258,16 @@ class LifeSpans:
             if self._mode == "start":
                 self._to(at, START)
             elif self._mode == "idle":
-                self._to(at, WAITING if event.kind == "start" else self._idle(event.number))
+                self._to(at, self._idle(event))
             elif self._mode == "seated" and event.waits:
                 self._to(at, SET_UP)
             self._mode = "waiting" if event.waits else "seated"
 
-    def _idle(self, before: int = 0) -> str:
-        """The bucket of a node without a seat: what the others do, in the newest generation or the one `before`."""
-        course = self._courses.get(before - 1 if before else max(self._courses, default=0))
+    def _idle(self, until: events.Generation | None = None) -> str:
+        """The bucket of a node without a seat: what the others do, now or in the generation before `until`."""
+        if not self._courses or (until is not None and until.kind == "start"):
+            return WAITING
+        course = self._courses.get(until.number - 1 if until is not None else max(self._courses))
         return WAITING if course is not None and course.waits else STANDBY
 
     def _stopped(self, event: events.Restarted, at: float) -> None:
@@ -324,7 +327,7 @@ class LifeSpans:
             case "start" | "over":
                 self._to(end, START)
             case "idle":
-                self._to(end, self._idle() if self._courses else WAITING)
+                self._to(end, self._idle())
             case "waiting":
                 self._to(end, WAITING)
             case "seated":

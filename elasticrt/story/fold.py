@@ -173,7 +173,7 @@ class Trouble:
 
     Attributes:
         at: when.
-        node: where.
+        node: where; "": that is not known.
         what: a description.
         generation: in which.
         hang: whether steps stood still: of that all nodes tell.
@@ -222,7 +222,7 @@ class Story:
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        slow: the node that is slow in the newest generation, `slow_at`: when that was found; None: none is known.
+        slow: the node that is slow now, in the newest generation, `slow_at`: when that was found; None: none is known.
         stands: what was found while steps stood still, and when, the newest ones.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
@@ -280,6 +280,11 @@ class Story:
         """The sentence about that, as of `now`; "" for None."""
         return self.stand.told(now) if self.stand is not None else ""
 
+    def standing_s(self, now: float) -> float:
+        """For how many seconds no step has been made at `now`, where it is known why, or nodes are waited for."""
+        since = self.stand.since if self.stand is not None else self.waits_since
+        return max(0.0, now - since) if since is not None else 0.0
+
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
         return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
@@ -332,9 +337,9 @@ class Story:
                 self.checkpoints += 1
                 self.saves.add((at, event))
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
-                self._stood(event, node, at)
+                self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
-                self.slow, self.slow_at = event, at
+                self.slow, self.slow_at = event if event.slow else None, at
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.Failure():
@@ -484,9 +489,8 @@ class Story:
         if course is not None:
             course.stepped(step, at)
 
-    def _stood(self, event: events.Culprit | events.Stalled, node: str, at: float) -> None:
-        """Steps stand still. If that is a failure, it is one of the nodes that are waited for, else of the first `node`
-        that says so: all of them do."""
+    def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
+        """Steps stand still."""
         course = self._courses.get(event.generation)
         if course is None:
             return
@@ -494,17 +498,23 @@ class Story:
             course.stood(event.step, at - event.age_s, at, event)
             if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
                 self.stands.append((at, event))
-            return
-        course.stood(event.step, at - event.age_s, at)
-        if event.final and not course.hung:
-            course.hung, culprit = True, course.blamed
-            if not event.stacks:  # The end of its worker tells of it.
-                return
-            nodes: tuple[str, ...] = (node,)
-            what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
-            if culprit is not None and event.step - 1 <= culprit.step <= event.step:  # See `Course.stood`.
-                what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
-            self.troubles += [Trouble(at, each, what, event.generation, hang=True) for each in nodes]
+        else:
+            course.stood(event.step, at - event.age_s, at)
+            course.hung = course.hung or ((at, event) if event.final else None)
+        if course.hung is not None and course.hung[1].stacks:  # Else the end of its worker tells of it.
+            self._count_hang(*course.hung, course.blamed)
+
+    def _count_hang(self, at: float, event: events.Stalled, culprit: events.Culprit | None) -> None:
+        """A hang is one failure, of the nodes that are waited for, whoever has told of it `at` first, by this `event`.
+
+        Before the `culprit` is known it is one of no node.
+        """
+        nodes: tuple[str, ...] = ()
+        what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
+        if culprit is not None and abs(event.step - culprit.step) <= 1:  # See `Course.stood`.
+            what, nodes = f"{what}: {culprit.reason}", culprit.nodes
+        self.troubles = [each for each in self.troubles if not (each.hang and each.at == at)]
+        self.troubles += [Trouble(at, each, what, event.generation, hang=True) for each in nodes or ("",)]
 
     def _hung(self, stand: Stand, cause: str, at: float) -> str:
         """The `cause` of the generation that has ended a `stand` at `at`, with that, which is a failure as well."""

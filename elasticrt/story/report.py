@@ -37,13 +37,13 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node that is known, how far the run came, its goodput, and what changes have cost."""
-    found = slow(story.slow) if story.slow is not None and story.result is None else ""
+    found = slow(story.slow) if story.slow is not None and now is not None else ""
     return [line for line in (found, paces(story), worth(story, now), changes(story)) if line]
 
 
 def summary(story: Story) -> list[str]:
     """A few lines for the end of an agent, from its own events. They say that this is one node's view."""
-    if not story.chapters:
+    if not any(life.node in chapter.nodes for life in story.lives for chapter in story.chapters):
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
@@ -111,7 +111,8 @@ def made(story: Story) -> int:
     """
     if story.first_step_at is None:
         return 0
-    return max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
+    stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
+    return max(story.step, story.checkpoint) - (stepped[0].resume_step if stepped else 0)
 
 
 def worth(story: Story, now: float | None = None) -> str:
@@ -243,7 +244,7 @@ def failure_lines(story: Story) -> list[str]:
     for node, what in sorted(by_node.items(), key=lambda item: -len(item[1])):
         kinds = list(dict.fromkeys(what))
         more = f"; and {len(kinds) - FAILURES_SHOWN} more" if len(kinds) > FAILURES_SHOWN else ""
-        lines.append(f"  {node}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
+        lines.append(f"  {node or 'not known'}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
     return lines
 
 

@@ -65,6 +65,18 @@ def slow(event: events.Straggler) -> str:
     return slow_node(event.slow, event.own_s, event.others_s)
 
 
+def doing(story: Story) -> str:
+    """What the nodes of the newest generation do, in words before its number."""
+    if story.waits_since is not None:
+        return "waits for nodes"
+    return "trains" if story.stand is None else "stands still"
+
+
+def trouble(story: Story, now: float) -> str:
+    """What keeps the nodes of a run that goes on from their pace at `now`; "" where nothing is known to."""
+    return story.standing(now) or (slow(story.slow) if story.slow is not None else "")
+
+
 def ending(result: events.Result) -> str:
     """`the run failed (code 1): rank 0 on node-1: ValueError`."""
     text = f"the run {result.status}" + ("" if result.status == "succeeded" else f" (code {result.code})")

@@ -246,7 +246,7 @@ def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Se
         rank=min(stacks),
         code=-signals.SIGKILL,
         collateral=False,
-        summary=f"on {node}: {message}",
+        summary=message,
         text="\n".join(lines),
         stalled=True,
     )

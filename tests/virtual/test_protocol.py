@@ -6,10 +6,13 @@ Here: how a run begins, who comes and goes, how it ends. Failures and losses are
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticrt.errors import DuplicateError
-from elasticrt.rendezvous.decision import End
+from elasticrt.rendezvous.decide import decide
+from elasticrt.rendezvous.decision import End, Leave
 from elasticrt.rendezvous.records import Result
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
@@ -104,6 +107,20 @@ def test_leaving_is_at_once_and_free() -> None:
     world.settle()
     check_ranks(world, 2, ["n0", "n2"])
     assert world.members["n0"].ran[-1][0].cause == "n1 left"
+
+
+@pytest.mark.parametrize(("stay", "minimum", "go_on"), [("n1", 1, True), ("n1", 2, False), ("", 1, False)])
+def test_who_leaves_at_once_knows_whether_enough_others_stay(stay: str, minimum: int, go_on: bool) -> None:
+    """K04: if so nobody need start the run again. Those that leave themselves do not count."""
+    world = running(3, min_nodes=minimum)
+    leaving = world.members["n0"]
+    drains = {name: name != stay for name in leaving.view.members}
+    members = {
+        name: replace(each, record=each.record.model_copy(update={"draining": drains[name]}))
+        for name, each in leaving.view.members.items()
+    }
+    decision = decide(told_to_leave(leaving), replace(leaving.view, members=members), world.now)
+    assert decision == Leave("SIGTERM received", others_go_on=go_on)
 
 
 def test_a_leaving_member_is_not_seated_again() -> None:

@@ -177,7 +177,7 @@ def test_followers_that_are_cut_off_from_the_leader_in_halves_fence_nobody() -> 
 def _hang(member: VirtualMember) -> None:
     """This node has seen no step for too long."""
     rank = member.ran[-1][1].rank_offset
-    summary = f"on {member.name}: no progress for 600 s after step 7"
+    summary = "no progress for 600 s after step 7"
     text = f"rank {rank} on {member.name}:\n" + "  | File train.py, line 7\n" * 200
     member.report("failed", Failure(rank=rank, code=-9, collateral=False, summary=summary, text=text, stalled=True))
     member.me = replace(member.me, running=member.me.started)  # Its workers hang on, until the next generation.

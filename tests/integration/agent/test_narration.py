@@ -108,10 +108,25 @@ def test_when_all_leave_each_says_which_step_is_saved(tmp_path: Path) -> None:
         assert left[0] == left[1]
         assert list((tmp_path / "ckpt").glob(f"step-{left[0]}-*"))
         for agent in agents:  # One of them may be gone before the other has saved.
-            said = rf"(step {left[0]} is saved|the node of rank 0 is saving step {left[0]}); to go on: the same command"
+            said = rf"(step {left[0]} is saved|node of rank 0 says whether step {left[0]} is); to go on: "
             assert re.search(said, agent.text()), agent.text()
             assert "the others go on" not in agent.text()
         assert any(f"step {left[0]} is saved" in agent.text() for agent in agents)
+
+
+def test_a_node_that_hangs_and_is_told_to_leave_says_how_to_bring_it_back(tmp_path: Path) -> None:
+    """Its time for a handover is over; the other one goes on, so nobody need start the run again."""
+    hang = "        if rank and number == 5:\n            print('it hangs', flush=True)\n            time.sleep(600)\n"
+    script = LOOP.replace("elasticrt.init()", "rank = elasticrt.init().rank") + hang
+    together = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60", "--drain-timeout", "1s")
+    with terminals(tmp_path, script, "ab", *together) as agents:
+        wait_until(lambda: any("it hangs" in agent.text() for agent in agents), "one hangs", 60)
+        (hangs,) = [agent for agent in agents if "it hangs" in agent.text()]
+        hangs.process.send_signal(signal.SIGTERM)
+        assert hangs.ended() == 143
+        assert "leaving: not handed over within 1 s\n" in hangs.text()
+        assert "to bring this node back: the same command" in hangs.text()
+        assert "to go on" not in hangs.text()
 
 
 def test_a_second_signal_ends_a_node_that_waits_for_etcd(tmp_path: Path) -> None:

@@ -46,6 +46,6 @@ def test_a_slow_node_makes_room(tmp_path: Path) -> None:
         run.wait_for_step_after(run.last_step() + 5)
         last = run.events("generation")[-1]
         assert (sorted(last["nodes"]), last["kind"]) == (["a", "b"], "drain"), run.story()
-        assert {each["slow"] for each in run.events("straggler")} == {"slow"}
+        assert {each["slow"] for each in run.events("straggler")} - {""} == {"slow"}
         assert run.agents["slow"].process.wait(30) == 143
         assert not any(each["redone"] for each in run.events("first_step"))

@@ -22,7 +22,6 @@ from elasticrt.agent.health_state import (
     LIVE_S,
     Finding,
     HealthState,
-    Standstill,
     live,
     member,
     readiness,
@@ -34,8 +33,11 @@ from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.outage import Heard, Outage
 from elasticrt.rendezvous.records import Member, Seat
-from elasticrt.rendezvous.view import View
+from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec
+from elasticrt.story.fold import Story
+from tests.unit.story.test_too_few_nodes import agreed
+from tests.unit.story.told import Entry, begun, started, story
 
 TRAINS = HealthState(
     run_id="digits",
@@ -77,33 +79,43 @@ def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: s
     assert reason in finding.reason
 
 
+STANDS = (9.5, "alpha", events.Culprit(2, 20, 3.5, (0,), ("alpha",), "rank 0 on alpha sleeps"))
+SLOW = (9.5, "alpha", events.Straggler(2, 20, "beta", 0.04, 0.01))
+SLOW_TOO = "beta is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it"
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("more", "draining", "reason", "standing_s", "slow"),
     [
-        ({}, "stands still in generation 3; no step for 75 s after step 41: rank 0 on a sleeps"),
-        ({"step": 42}, "trains in generation 3"),
-        ({"generation": 4, "readiness": Finding(True, "trains in generation 4")}, "trains in generation 4"),
-        ({"readiness": Finding(False, "on its way out: draining")}, "on its way out: draining"),
+        ([], False, "trains in generation 2", 0.0, None),
+        (
+            [STANDS],
+            False,
+            "stands still in generation 2; no step for 24 s after step 20: rank 0 on alpha sleeps",
+            24.0,
+            None,
+        ),
+        ([STANDS, (20.0, "alpha", events.Step(2, 21, 0, {}))], False, "trains in generation 2", 0.0, None),
+        ([STANDS], True, "on its way out: draining", 24.0, None),
+        ([SLOW], False, f"trains in generation 2; {SLOW_TOO}", 0.0, ("beta", 4.0)),
     ],
-    ids=["while-it-lasts", "a-step-was-made", "another-generation", "not-ready-for-another-reason"],
+    ids=["trains", "stands-still", "a-step-was-made", "not-ready-for-another-reason", "slow"],
 )
-def test_a_standstill_is_in_the_reason(changes: dict[str, Any], reason: str) -> None:
-    """The node stays ready, and the reason names whom the others wait for."""
-    standstill = Standstill(events.Culprit(3, 41, 5.0, (0,), ("a",), "rank 0 on a sleeps"), 90.0, 41)
-    finding = ready(replace(TRAINS, turned_at=160.0, **changes), 160.0, standstill)
-    assert (finding.ok, finding.reason) == (changes.get("readiness", finding).ok, reason)
-
-
-def test_the_port_hears_of_a_standstill() -> None:
-    """From the agent's own events."""
-    now = time.monotonic()
-    server = HealthServer("127.0.0.1", 0, replace(TRAINS, turned_at=now))
-    try:
-        server.tell(events.Record(events.Culprit(3, 41, 5.0, (0,), ("a",), "rank 0 on a sleeps"), "alpha", now, 0.0))
-        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as answer:
-            assert "after step 41: rank 0 on a sleeps" in json.load(answer)["reason"]
-    finally:
-        server.close()
+def test_the_reason_is_what_the_story_of_the_run_says(
+    more: list[Entry], draining: bool, reason: str, standing_s: float, slow: tuple[str, float] | None
+) -> None:
+    """The node stays ready, and the reason and the metrics have what `status` says, from the same fold of events."""
+    begins = replace(begun(2, "ab"), nodes=("alpha", "beta"))
+    steps = (6.0, "alpha", events.Step(2, 20, 0, {}))
+    told = story([(0.0, "alpha", started()), (2.0, "alpha", begins), steps, *more])
+    seen = Stored(agreed(waits=False), 1, 1, 0.0)
+    view = View("alpha", generation=seen, seats={"alpha": SEAT}, roster_nonce=seen.record.nonce)
+    record = RECORD.model_copy(update={"draining": draining, "incarnation": SEAT.incarnation})
+    me = Me(record=record, spec=SPEC, lease="connected", running=2)
+    noted = member(me, view, Outage(900.0, lambda _: None), 530.0, story=told, told_at=30.0, step=20)
+    finding = ready(noted, 530.0)
+    assert (finding.ok, finding.reason) == (not draining, reason)
+    assert (noted.run_id, noted.standing_s, noted.slow) == ("calm-fox", standing_s, slow)
 
 
 STANDS_BY: dict[str, Any] = {"seat": None, "running": 0}
@@ -163,7 +175,7 @@ def test_what_a_member_notes() -> None:
     me = Me(record=RECORD.model_copy(update={"draining": True}), spec=SPEC)
     outage = Outage(900.0, lambda _: None)
     outage.since, outage.alone_since = 48.0, 49.0
-    noted = member("digits", me, View("alpha"), outage, 50.0, step=None)
+    noted = member(me, View("alpha"), outage, 50.0, story=Story(), told_at=50.0, step=None)
     assert (noted.phase, noted.turned_at, noted.etcd_away_s) == ("member", 50.0, 2.0)
     assert noted.readiness == Finding(False, "on its way out: draining")
     assert (noted.generation, noted.ranks, noted.step) == (0, None, None)

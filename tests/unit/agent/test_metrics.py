@@ -16,7 +16,7 @@ from elasticrt.agent.metrics import Metrics
 from elasticrt.story.buckets import BUCKETS
 from tests.unit.agent.exported import NOTED, TOLD, exported_samples, values
 from tests.unit.story.test_too_few_nodes import BEGINS
-from tests.unit.story.told import THREE_STEPS, begun, record
+from tests.unit.story.told import THREE_STEPS, begun, record, started, warm
 
 
 def value(name: str, **labels: str) -> float:
@@ -59,12 +59,11 @@ def test_a_hang_is_counted_while_it_lasts_and_once_as_a_failure(node: str) -> No
     metrics.tell(record(10.0, node, events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
     found = [values(metrics, node, now) for now in (20.0, 50.0)]
     assert [each["detect"] for each in found] == pytest.approx([14.0, 44.0])
-    assert [each["standing_seconds"] for each in found] == pytest.approx([14.0, 44.0])
     metrics.tell(record(51.0, node, begun(2, "ab", "failure", "no progress")))
     phases = {"detect": 44_900.0, "agree": 100.0, "script": 500.0, "first_step": 500.0}
     metrics.tell(record(52.0, node, events.Recovery(2, 46.0, phases)))
     after = values(metrics, node, 52.0)
-    assert (after["failures_total"], after["standing_seconds"]) == (float(node == "b"), 0.0)
+    assert after["failures_total"] == float(node == "b")
     assert after["detect"] == pytest.approx(44.9, abs=0.2)
     assert sum(after[bucket] for bucket in BUCKETS) == pytest.approx(52.0 - (node == "b") * 0.5)
 
@@ -77,7 +76,29 @@ def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:
             metrics.tell(record(*entry))
     found = [values(metrics, "a", now) for now in (20.5, 80.5)]
     assert [each["waiting for nodes"] - 1.0 for each in found] == pytest.approx([10.0, 70.0])
-    assert [each["standing_seconds"] for each in found] == pytest.approx([10.0, 70.0])
+
+
+def test_the_time_of_a_node_that_stands_by_is_counted_while_it_does() -> None:
+    """Whether it has trained before or not, and whether a worker has set up or not; the generations as well."""
+    metrics = Metrics()
+    metrics.tell(record(0.0, "c", started()))
+    without = [events.StandsBy(**{**vars(begun(each, "ab")), "index": -1}, age_s=0.0) for each in (1, 2)]
+    metrics.tell(record(0.5, "c", without[0]))
+    metrics.tell(record(1.0, "c", warm()))
+    found = [values(metrics, "c", now) for now in (21.0, 51.0)]
+    metrics.tell(record(60.0, "c", events.Ready(0)))
+    metrics.tell(record(70.0, "c", without[1]))
+    found.append(values(metrics, "c", 81.0))
+    assert [each["standby"] for each in found] == pytest.approx([20.0, 50.0, 80.0])
+    assert [each["start"] for each in found] == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_what_keeps_the_run_from_its_pace_is_what_the_agent_has_noted() -> None:
+    """The same that `/ready` says: for how long no step was made, and who is slow."""
+    text = Metrics().text(replace(NOTED, standing_s=14.5, slow=("n1", 3.5)), 100.0).decode()
+    assert "\nelasticrt_standing_seconds 14.5\n" in text
+    assert '\nelasticrt_slow{slow="n1"} 3.5\n' in text
+    assert "elasticrt_slow{" not in Metrics().text(NOTED, 100.0).decode()
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -36,12 +36,13 @@ def test_who_is_asked(node: str, known: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "known", "after_s"),
-    [(0, "abcd", PLACES_S), (3, "abcd", PLACES_S + FOUND_S), (3, "cd", PLACES_S + 2 * FOUND_S)],
+    ("index", "known", "later"),
+    [(0, "abcd", 0), (3, "abcd", 1), (3, "cd", 2)],
     ids=["rank 0 is here", "rank 0 is known", "only the leader is known"],
 )
-def test_those_are_asked_when_they_know(index: int, known: str, after_s: float) -> None:
+def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> None:
     """W09: the node of rank 0 finds it first, the leader hears it from there, and the rest from the leader."""
     state = SimpleNamespace(seat=SEATS["abcd"[index]], generation=SimpleNamespace(nodes=4))
     made = SimpleNamespace(_state=state, _names=tuple(known), is_first=index == 0)
-    assert Supervisor._ask_s.fget(made) == after_s
+    expected = [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
+    assert Supervisor._ask_s.fget(made) == expected

@@ -7,12 +7,15 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from elasticrt.bootstrap import child_process, process_sessions
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
+from elasticrt.ipc.status_page import STACKS_SIGNAL
+from elasticrt.liveness.stacks import BEGINS
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
 
@@ -60,6 +63,38 @@ def test_the_dead_are_no_members():
     assert process_sessions.is_zombie(process.pid)
     process_sessions.kill(process.pid, signal.SIGKILL)
     process_sessions.kill_sessions([process.pid])
+
+
+WRITES_STACKS = """
+import faulthandler, sys, threading, time
+faulthandler.register(int(sys.argv[1]), sys.stdout, all_threads=False)
+def main_thread():
+    print("ready", flush=True)
+    time.sleep(300)
+for _ in range(8):
+    threading.Thread(target=time.sleep, args=(300,)).start()
+main_thread()
+"""
+
+
+def test_only_the_main_thread_gets_a_signal_that_asks_for_its_stack():
+    """W09: two that come together are both answered, and by the main thread: no other one does the training."""
+    asking = [sys.executable, "-c", WRITES_STACKS, str(STACKS_SIGNAL)]
+    with subprocess.Popen(asking, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        late = threading.Timer(30.0, process.kill)  # Then there are no more lines.
+        late.start()
+        for _ in range(100):
+            for _ in range(2):
+                process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
+            for _ in range(2):
+                frames = [process.stdout.readline() for _ in range(3)]
+                assert frames[0] == BEGINS + "\n"
+                assert "in main_thread" in frames[1]
+        late.cancel()
+        process.kill()
+    process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,22 @@ def test_what_the_flight_recorder_says(flights: list[str], ranks: tuple[int, ...
     assert words in found.reason
 
 
+@pytest.mark.parametrize(
+    ("by_node", "ranks"),
+    [
+        pytest.param({"n0": [_at(0)], "n1": [_at(1, "code")]}, (1,), id="one-does-something-else"),
+        pytest.param({"n0": [_at(0)], "n1": [_at(1, "code")], "n2": []}, None, id="another-node-has-not-looked"),
+        pytest.param({"n0": [_at(0)], "n1": [_at(1, "gradients", begun=6)]}, None, id="it-may-wait-too"),
+        pytest.param({"n0": [_at(0)], "n1": [_at(1, place="b.py:2 in g")]}, None, id="two-collectives"),
+    ],
+)
+def test_who_is_named_before_all_is_known(by_node: dict[str, list[Position]], ranks: tuple[int, ...] | None) -> None:
+    """W09: at once only what cannot be mistaken; the rest when the nodes have been asked again."""
+    found = find(by_node, again=True)
+    assert (found.ranks if found is not None else None) == ranks
+    assert find(by_node, {"n9": ""}, again=True) is None
+
+
 def test_a_node_that_says_nothing() -> None:
     """A node that has not answered is named where all others wait; one whose steps do not stand yet is waited for."""
     waits = [_at(0), _at(1)]

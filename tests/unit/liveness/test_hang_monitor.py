@@ -20,7 +20,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, StatusPage
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
-from elasticrt.liveness.stacks import Stacks
+from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
 from tests.unit.settings import settings_of
 
@@ -86,6 +86,16 @@ def test_where_it_is():
     assert where(["it has not answered within 2 s: state S"]) == "it has not answered within 2 s: state S"
 
 
+def test_an_answer_begins_with_a_stack_although_the_one_before_was_being_written():
+    """W09: the rest of that one lacks the innermost frames, and would tell another place."""
+    text = f'{BEGINS}\n  File "a.py", line 1 in stuck\n  File "a.py", line 9 in <module>\n'.encode()
+    page = SimpleNamespace(text=lambda: 2 * text)
+    for before in (len(text), len(text) // 2):
+        found = _text_of(os.getpid(), page, before)
+        assert main_thread(found)[0] == '  File "a.py", line 1 in stuck'
+        assert len(found) == 3
+
+
 def test_processor_time_is_of_whole_sessions():
     """Whatever runs in a worker's session counts as the worker's; a session that is gone has none."""
     before = cpu_s([os.getsid(0)])
@@ -133,8 +143,9 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
     others = {"n1": {"workers": [waits]}}
 
-    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=2.5)
+    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[0.0])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    assert monitor.is_to_ask(time.monotonic(), first=True)
     page.step_at_ns -= 10**9  # As if a second had passed since.
     monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
     for _ in range(2):
@@ -149,14 +160,62 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
         monitor.hear(2, said)
     assert kept == [], "this node has said so itself"
     monitor.began()
-    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=4.5)
+    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[4.5])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     monitor.hear(2, answer)
     monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
     page.close()
-    assert monitor.said["culprit"] == answer["culprit"]
+    assert json.loads(json.dumps(monitor.said))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
+
+
+def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
+    """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
+    event_log, kept = EventLog("n0", None), []
+    event_log.follow(lambda record: kept.append(record.event))
+    found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+    lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
+    monitor = HangMonitor(
+        settings_of(tmp_path), found.put, event_log, lambda _: None,
+        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)), state_of=lambda _: "S",
+    )  # fmt: skip
+    page = StatusPage(StatusPage.create())
+    page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
+    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
+    began = time.monotonic()
+    monitor.look_closer(began, [page], group, 2, ask_s=[0.0, 2.0])
+    monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    waits = {"workers": [[1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]]}
+    named = []
+    for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
+        monitor.is_to_ask(began + asked_at, first=True)
+        monitor.blame(2, {"n0": "", "n1": "", "n2": ""}, others, {})
+        named.append([each.ranks for each in kept])
+    page.close()
+    assert named == [[], [], [(0,)]]
+
+
+def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
+    """W18: once each, by an event, so that nobody is called slow for ever."""
+    kept: list[events.Straggler] = []
+    event_log = EventLog("n0", None)
+    event_log.follow(lambda record: kept.append(record.event))
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
+    )
+    pages = [StatusPage(StatusPage.create())]
+    pages[0].entered, pages[0].stepping = 1, 1
+    for look in range(1, 13):  # One every 10 s; each step takes 100 ms, in which n0 waits for 80 ms until the sixth.
+        for step in range(100 * look - 99, 100 * look + 1):
+            pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 10) * 1e9)
+            monitor.look(1000.0 + step / 10, pages, held=False)
+        pages[0].waited_ns += 80_000_000 if look <= 6 else 2_000_000
+        pages[0].waits += 1
+        monitor.look_at_waits(1000.0 + 10 * look, {0: 0}, pages)
+        monitor.compare(2, {"n1": {"waits": [[1, look * 2_000_000, look]]}})
+    pages[0].close()
+    assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
 
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -111,19 +110,19 @@ def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
 
 
 def test_a_stand_is_looked_at_closer_ever_more_rarely() -> None:
-    """L5: after 3 s, 6 s, 12 s and so on; another step begins anew, and others are asked some time after a look."""
+    """L5: after 3 s, 6 s, 12 s and so on; another step begins anew, and others are asked twice after a look."""
     stand, looks, asked = Stand(), [], []
     for tick in range(1, 300):
         now = 100.0 + tick / 10
         step, at = (7, 100.0) if now < 120.0 else (8, 120.0)
-        before, stand = stand, stand.looked(step, at, now, 3.0, 4.5)
+        before, stand = stand, stand.looked(step, at, now, 3.0, (1.0, 4.5))
         if stand.times > before.times:
             looks.append(round(now - 100.0, 1))
-        if stand.ask_at is not None and now >= stand.ask_at:
-            stand = replace(stand, ask_at=None)
+        if stand.asked(now) != stand:
+            stand = stand.asked(now)
             asked.append(round(now - 100.0, 1))
     assert looks == [3.0, 6.0, 12.0, 23.0, 26.0]
-    assert asked == [7.5, 16.5, 27.5]
+    assert asked == [4.0, 7.0, 7.5, 10.5, 13.0, 16.5, 24.0, 27.0, 27.5]
 
 
 @pytest.mark.parametrize(

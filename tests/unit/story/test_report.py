@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import pytest
 from elasticrt import events
 from elasticrt.cli.main import main
 from elasticrt.story.page import page
-from elasticrt.story.report import generation_table, head, report, seconds
-from tests.unit.story.told import THREE_STEPS, begun, story, write
+from elasticrt.story.report import generation_table, head, report, seconds, summary
+from tests.unit.story.told import THREE_STEPS, begun, started, story, warm, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
 LOST = [
@@ -88,6 +89,22 @@ def test_a_long_cause_is_wrapped():
     text = "\n".join(generation_table(story([*THREE_STEPS, (10.0, "a", begun(2, "a", "failure", cause))])))
     assert " ".join(re.sub(r" {2,}1 {2,}1 .*", "", text).split()).endswith(cause)
     assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_node_that_has_stood_by_counts_the_steps_since_it_was_let_in():
+    """In the lines at its end, which are of its own events; one that was never let in has none."""
+    stood_by = [
+        (0.0, "c", started()),
+        (0.5, "c", events.StandsBy(**{**vars(begun(1, "ab", "start")), "index": -1}, age_s=0.0)),
+        (1.0, "c", warm()),
+    ]
+    let_in = [
+        (30.0, "c", begun(2, "abc", "join")),
+        (31.0, "c", events.FirstStep(2, 501, 500, None, None)),
+        (36.0, "c", events.Progress(2, 551, 0.0, 0.0, 0.0)),
+    ]
+    assert summary(story(stood_by)) == []
+    assert summary(story([*stood_by, *let_in]))[0] == "seen from this node: 51 steps, 10.0 steps/s"
 
 
 def test_a_run_without_a_step_claims_nothing():
@@ -169,6 +186,15 @@ def test_what_a_directory_tells(run, capfd, words, code, shown):
     assert main(words.split()) == code
     said = capfd.readouterr()
     assert shown in said.out + said.err
+
+
+def test_the_list_of_runs_says_which_node_is_slow(tmp_path, capsys):
+    """As `status` and `report` do, while the run goes on."""
+    begin = time.time() - 10.0
+    entries = [*THREE_STEPS, (9.0, "a", events.Straggler(1, 30, "b", 0.04, 0.01))]
+    write(tmp_path / "slowly", [(begin + at, node, event) for at, node, event in entries])
+    assert main(["runs", "--log-dir", str(tmp_path)]) == 0
+    assert "  running; b is slow: its own work takes 40 ms of a step" in capsys.readouterr().out
 
 
 def test_the_state_of_an_ended_run_for_programs(run, capsys):

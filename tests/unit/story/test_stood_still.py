@@ -138,8 +138,18 @@ def both_stalled(step, age_s):
         ),
         pytest.param(
             [*both_stalled(25, 27.0)],
-            {"a": "no progress for 27 s after step 25"},
-            id="where it is not known who is waited for, of the first that tells it",
+            {"": "no progress for 27 s after step 25"},
+            id="where it is not known who is waited for, of no node",
+        ),
+        pytest.param(
+            [*both_stalled(25, 27.0), (36.2, "a", culprit(25, 27.2)), (36.3, "b", culprit(25, 27.3))],
+            {"b": "no progress for 27 s after step 25: rank 1 sleeps"},
+            id="of the one that is found before it has ended",
+        ),
+        pytest.param(
+            [(30.0, "b", progress(22)), (34.0, "a", culprit(23, 11.0)), *both_stalled(22, 12.0)],
+            {"b": "no progress for 12 s after step 22: rank 1 sleeps"},
+            id="also where the one that has found it had made one step more",
         ),
         pytest.param(
             [
@@ -233,7 +243,7 @@ def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
 
 
 def test_a_slow_node_is_told_in_its_generation():
-    """In the report, and on the dashboard."""
+    """In the report, and on the dashboard; until it has caught up."""
     entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
     text = "b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it"
     assert text == Straggler("b", 0.04, 0.01).reason, "as the terminal says"
@@ -241,4 +251,6 @@ def test_a_slow_node_is_told_in_its_generation():
     assert text in report(told, 6.0)
     assert [5.0, "bad", text] in board(told, 6.0)["sentences"]
     assert as_object(told, 6.0)["slow"]["slow"] == "b"
+    assert text not in report(told), "after its end nobody waits"
     assert text not in report(story([*entries, (7.0, "a", begun(2, "a"))]), 8.0)
+    assert text not in report(story([*entries, (7.0, "a", events.Straggler(1, 30, "", 0.0, 0.0))]), 8.0)
