@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from elasticrt.checkpoint.snapshot import Snapshot, Use
-from elasticrt.checkpoint.state_copy import tensors_of
+from elasticrt.checkpoint.state_copy import MOMENTS, Buffers, tensors_of
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.shared_payload import Payload
 from elasticrt.ipc.cgroups import available_bytes
@@ -84,6 +84,12 @@ class MemoryTier:
         self._step = 0
         self._at = 0.0
         self._step_s = 0.0
+
+    def touch(self, state: Mapping[str, Any], buffers: Buffers) -> None:
+        """Have `buffers` for the first copy, of a state like this one with what an optimizer adds to it."""
+        likes = [each for each in tensors_of(state) if each.is_cpu] * (1 + MOMENTS)
+        if self._budget and not lacks_room(sum(each.nbytes for each in likes), available_bytes()):
+            buffers.touch(likes)
 
     def begin(self, now: float, step: int) -> None:
         """The loop is entered after `step`."""

@@ -141,10 +141,14 @@ Use = Callable[[Snapshot], object]
 
 
 class Snapshots:
-    """Takes snapshots one after the other: at most one is in flight, and the next one takes over its host memory."""
+    """Takes snapshots one after the other: at most one is in flight, and the next one takes over its host memory.
+
+    Attributes:
+        buffers: that memory.
+    """
 
     def __init__(self) -> None:
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         self._thread: threading.Thread | None = None
 
     @property
@@ -157,7 +161,7 @@ class Snapshots:
 
         Raises ConfigError when something in `state` can't be saved.
         """
-        snapshot = Snapshot(state, self._buffers)
+        snapshot = Snapshot(state, self.buffers)
         # A daemon, so that one that is stuck in the file system does not keep the process from ending.
         self._thread = threading.Thread(target=_hand_out, args=(snapshot, uses), name="elasticrt-snapshot", daemon=True)
         self._thread.start()

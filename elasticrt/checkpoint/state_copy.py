@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,9 @@ _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Siz
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
 POOLED_BYTES_MIN = 1 << 16
+
+MOMENTS = 2
+"""Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
 
 
 class Buffers:
@@ -39,6 +42,12 @@ class Buffers:
         self._free, self._taken = self._taken, {}
         yield
         self._free = {}
+
+    def touch(self, likes: Iterable[torch.Tensor]) -> None:
+        """Have memory for tensors like these, which the first copy finds written to already."""
+        for each in likes:
+            if each.nbytes >= POOLED_BYTES_MIN:
+                self.take(each).zero_()
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor on the host with the shape, strides and type of `like`, and any content."""

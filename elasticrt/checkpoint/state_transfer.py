@@ -33,6 +33,7 @@ from elasticrt.checkpoint import group_line
 from elasticrt.checkpoint.checkpoint_dir import parse
 from elasticrt.checkpoint.group_line import GroupLine
 from elasticrt.checkpoint.snapshot import gpus_with_room
+from elasticrt.checkpoint.state_copy import MOMENTS
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
 from elasticrt.ipc.cgroups import available_bytes
@@ -47,8 +48,8 @@ PIECE_BYTES = 255 * 1024
 """A rank passes on a tensor in pieces of this size, before the rest has arrived. Torch adds up one of twice the size in
 several threads, which wait for each other where other processes need the cores: measured, twenty times the work."""
 
-SPARE_COPIES = 2
-"""Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
+SPARE_COPIES = MOMENTS + 2
+"""Tensors like each parameter: those of an optimizer, and in the first step a gradient and a place in a bucket."""
 
 Room = bytearray | memoryview
 """Memory that is received into."""
@@ -103,8 +104,8 @@ def chain(agreed: Plan, addresses: Sequence[str]) -> tuple[int, ...]:
 class Spare:
     """Memory of a newcomer for the optimizer state that it has not yet, touched while no rank waits for it.
 
-    New memory takes several times as long to be written to as the state takes to arrive: measured with 400 MB, a join
-    pauses the others for 1.55 s with it and 1.88 s without.
+    New memory takes several times as long to be written to as the state takes to arrive. What no state needs is freed
+    before the first step, and what that allocates lies in it.
 
     Args:
         parameters: of the newcomer's modules. Nothing is made where there is little room.

@@ -471,7 +471,9 @@ def _unfrozen(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Para
 def _rebuild(layer: Any, world: Any) -> None:
     old, layer.process_group = layer.process_group, world
     layer._remove_autograd_hooks()
-    _retired.append((time.monotonic(), [layer.reducer, layer.logger]))
+    # Let go of before there is another, whose buckets then lie in the same memory: new memory may take as long as the
+    # step. A work of the old group that has not ended holds what it writes into.
+    layer.reducer = layer.logger = None
     static, layer.static_graph = layer.static_graph, False
     parameters, sparse = layer._build_params_for_reducer()
     names = layer._build_debug_param_to_name_mapping(parameters)

@@ -58,6 +58,10 @@ class Saving:
         self._is_first = False  # Whether this is rank 0, which saves to the directory.
         self._owes = False  # Whether a save is due at once, whatever the interval says.
 
+    def set_up_beside(self) -> None:
+        """Touch the memory of the first copy, which is taken soon after this process is let in: all wait for it."""
+        self.memory_tier.touch(self._state.collect(), self.checkpointer.snapshots.buffers)
+
     def begin(self) -> None:
         """The loop begins at the position of the state."""
         now = time.monotonic()

@@ -87,6 +87,7 @@ class World:
         worker = self.in_place.worker
         if worker is not None and worker.beside:
             self._state.whole = False
+            self._saving.set_up_beside()
             self.in_place.set_up_beside(self._state.objects)
             self.go_on()
             return

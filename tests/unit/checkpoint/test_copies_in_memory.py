@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from elasticrt.checkpoint.memory_tier import STEP_S_MIN, MemoryTier, lacks_room, stride
 from elasticrt.checkpoint.snapshot import Snapshots
+from elasticrt.checkpoint.state_copy import Buffers, plain_copy, tensors_of
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.messages import Copied
 from elasticrt.train.loop import Loop
@@ -70,6 +72,23 @@ def test_a_state_without_room_is_not_copied(
             wait_until(lambda: agent.of(Copied), "the agent has the copy")
         assert len(agent.of(Copied)) == fits
     assert ("no copies are kept in memory: no room for 4 of" in caplog.text) is not fits
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.0])
+def test_a_newcomer_has_the_memory_of_its_first_copy(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy of its state, with Adam's part, lies in what it has touched beside the training of others; that
+    is nothing if it takes no copies."""
+    weight = torch.ones(200, 100)
+    small = {"model": {"weight": weight, "bias": torch.ones(2)}}
+    state = {**small, "optimizer": {"first": weight + 1, "second": weight + 2, "more": weight + 3}}
+    with under(Agent(), monkeypatch) as worker:
+        buffers = Buffers()
+        MemoryTier(worker, budget).touch(small, buffers)
+    touched = {each.data_ptr() for each in itertools.chain(*buffers._taken.values())}
+    copied = plain_copy(state, "state", buffers)
+    found = {each.data_ptr() for each in tensors_of(copied)}
+    assert len(touched) == len(touched & found) == (3 if budget else 0)
+    assert all(map(torch.equal, tensors_of(copied), tensors_of(state)))
 
 
 def test_without_an_agent_none_are_taken() -> None:

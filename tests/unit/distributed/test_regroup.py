@@ -320,6 +320,23 @@ def test_a_new_reducer_leaves_finalizing_to_the_script(monkeypatch: pytest.Monke
         dist.destroy_process_group()
 
 
+def test_a_new_reducer_lies_in_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a group is made anew, this process holds the buckets of one reducer."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = DistributedDataParallel(nn.Linear(4096, 2048))
+        sizes = []
+        for _ in range(6):
+            regroup.rebuild([(layer, regroup.exchanged(layer))])
+            layer.zero_grad()
+            layer(torch.ones(1, 4096)).sum().backward()
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+        assert sizes[-1] - sizes[1] < layer.module.weight.nbytes
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_meeting_that_is_overtaken_is_not_begun() -> None:
     """A seat that came before there was anything to cut: the meeting ends at once, and keeps no descriptor."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
