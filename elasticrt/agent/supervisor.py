@@ -12,7 +12,7 @@ remembers which set up beside the training, `liveness.hang_monitor` notices hang
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,32 +225,36 @@ class Supervisor:
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
             self._say(f"{text}: they are ended")
-            self._give_up(late)
+            self._give_up(state.number, late)
             self._fail_in_place(state.seat, text)
 
     def _end_stopped(self, now: float) -> None:
-        """End workers that a signal has stopped while others wait for them."""
-        state = self._state
-        if not state.running or state.seat is None or state.hung:
-            return
-        pids = {rank: pid for rank, pid in self.group.pids(state.number).items() if rank in state.seated}
-        holds = bool(state.holding)  # Then the others stand still until all have left after the agreed step.
-        found = self.hangs.stopped(now, pids, lambda rank: holds or self.pages.is_awaited(state, rank))
-        if not found:
-            return
-        self.progress.remember()
-        ranks = [state.ranks[rank] for rank in found]
-        failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
-        self._events.write(self.hangs.stood(now, state.number))
-        self._say(f"{failure.summary}: ended")
-        self._frozen.update((pids[rank], failure) for rank in found)
-        self._give_up(found)
-        self._failed(failure)
+        """End workers that a signal has stopped, in their seats or beside the training."""
+        state, group = self._state, self.group
+        sits = state.seated if state.running and state.seat is not None and not state.hung else frozenset()
+        pids = {rank: pid for rank, pid in group.pids(state.number).items() if rank in sits}
+        beside = {rank: pid for rank, pid in group.pids(0).items() if rank in self._joining.ranks}
+        over = self.hangs.stopped(now, [*pids.values(), *beside.values()])
+        if late := {rank: pid for rank, pid in beside.items() if pid in over}:
+            self._end_frozen(0, late, stopped([], node=self._settings.node, where="beside the training"))
+        if late := {rank: pid for rank, pid in pids.items() if pid in over}:
+            self.progress.remember()
+            step = self.progress.step()
+            where = f"in generation {state.number}{f' after step {step}' if step is not None else ''}"
+            failure = stopped([state.ranks[rank] for rank in late], node=self._settings.node, where=where)
+            self._events.write(self.hangs.stood(now, state.number))
+            self._end_frozen(state.number, late, failure)
+            self._failed(failure)
 
-    def _give_up(self, local_ranks: Sequence[int]) -> None:
-        """End workers that live and are of no use. From now on they belong to no generation."""
-        self.group.kill(self._state.number, local_ranks)
-        self._joining.ending |= set(local_ranks)
+    def _end_frozen(self, generation: int, pids: Mapping[int, int], failure: Failure) -> None:
+        self._say(f"{failure.summary}: ended")
+        self._frozen.update((pid, failure) for pid in pids.values())
+        self._give_up(generation, pids)
+
+    def _give_up(self, generation: int, local_ranks: Collection[int]) -> None:
+        """End workers of `generation` that live and are of no use. From now on they belong to none."""
+        self.group.kill(generation, list(local_ranks))
+        self._joining.give_up(local_ranks)
         self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:

@@ -211,6 +211,23 @@ def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.T
     check_weights(found, tmp_path_factory)
 
 
+def test_stopped_beside_the_training_and_in_a_join(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W08: a signal stops a newcomer while it sets up, and a survivor when it lets one in: both are replaced."""
+    plan = [
+        fault("last bucket", 2),
+        fault("set up", -1, "freeze", world=0, step=0),
+        fault("meet", 0, "freeze", world=2, step=0),
+    ]
+    found = run(tmp_path, plan, "nap=0.08", workers=3, epochs=6)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+    told = {event["pid"]: event["failure"] for event in found.cluster.events("worker_ended")}
+    assert [told[pid] for pid in found.victims[1:]] == [
+        "a newcomer on n0 is stopped (SIGSTOP)",
+        "rank 0 on n0 is stopped (SIGSTOP)",
+    ]
+
+
 def test_an_error_of_the_script(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W01: a rank raises an error of its own: it is shown once, with its traceback; the others go on in place."""
     found = run(tmp_path, [fault("after forward", 1, "raise", step=4)], workers=3, epochs=1)

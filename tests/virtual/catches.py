@@ -148,6 +148,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "one lost worker ends all of its node": ("L9", "the run ends while a replacement sets up"),
     "places of a node are counted by local rank": ("S3", "the run ends while a replacement sets up"),
     "a stopped worker is waited for": ("L1", "a signal stops a worker whose agent lives"),
+    "a stopped newcomer is waited for": ("L4", "a signal stops a newcomer that sets up beside the training"),
     "nobody sets up for the lost beside the training": ("L4", "a worker is killed, and all others go on"),
     "the state of one that is behind is shared": ("S18", "a rank is ahead when another dies"),
     "those that are level are not told from those behind": ("S19", "a rank is ahead when another dies"),

@@ -112,6 +112,22 @@ IN_PLACE: list[Plan] = [
         commits_within_s=4.0,
     ),
     _living(
+        "a signal stops a worker that is about to get its seat beside a newcomer",
+        3,
+        Fault(0.0, "worker_stopped", "n1", on="Publish: generation 2"),
+        arrivals=(0.0, 0.1, 6.0),
+        commit_every=1,
+        commits_within_s=4.0,
+    ),
+    _living(
+        "a signal stops a newcomer that sets up beside the training",
+        3,
+        Fault(8.0, "worker_stopped", "n2"),
+        arrivals=(0.0, 0.1, 6.0),
+        setup_s=9.0,
+        generations_max=2,
+    ),
+    _living(
         "the rank that sends the state dies in the share",
         4,
         Fault(0.05, "worker_killed", "n0", on="goes on after step"),
