@@ -26,7 +26,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
+from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, FOUND_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, PLACES_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
@@ -601,18 +601,18 @@ class Supervisor:
         """Keep a copy of the state. Not after a failure: the others count on the copy that the report has named.
 
         Where workers go on in place no copy is counted on. A worker that lost a peer during a pause leaves its newest
-        step behind after that peer's end was reported.
+        step behind after that peer's end was reported, perhaps with another seat on its way to it.
         """
-        generation = self._state.generation
-        if event.fd < 0:
-            return
+        generation, seated = self._state.generation, self._state.running and event.local_rank in self._state.seated
         counted_on = self._state.failed_at is not None and not self._able()
-        if not self._is_current(event) or generation is None or counted_on:
+        if event.fd >= 0 and seated and generation is not None and not counted_on:
+            copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
+            self.seating.memory.put(copy, event.fd)
+            self._events.write(events.Copied(event.generation, copied.step, copied.size))
+        elif event.fd >= 0:
             self._close_file(event.fd)
-            return
-        copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
-        self.seating.memory.put(copy, event.fd)
-        self._events.write(events.Copied(event.generation, copied.step, copied.size))
+        if copied.request:
+            self.group.reply(event.local_rank, Reply(copied.request, ok=True), event.generation)
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
         """A living worker has handed over, or lost its group because another worker has ended."""
