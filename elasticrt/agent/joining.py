@@ -61,8 +61,8 @@ class JoiningWorkers:
 
     def give_up(self, local_ranks: Collection[int]) -> None:
         """The processes of these local ranks, setting up or seated, are being ended."""
-        self.ranks -= set(local_ranks)
-        self.ending |= set(local_ranks)
+        self.ending = self.ending | set(local_ranks)
+        self.ranks = self.ranks - set(local_ranks)
 
     def stop(self) -> bool:
         """Let no worker join any more. Returns whether there are processes to end."""

@@ -244,6 +244,21 @@ def test_more_failures_than_restarts_before_the_first_save(tmp_path: Path) -> No
     run(tmp_path, plan, "every=1000 steps", workers=3, epochs=6, restarts="").check_all()
 
 
+def test_a_run_that_gives_up_saves_first(tmp_path: Path) -> None:
+    """W13: the restarts are spent with nothing saved: the survivors save the newest step, and then the run ends."""
+    (tmp_path / "faults.json").write_text(json.dumps([fault("last bucket", 1, world=3, step=5)]))
+    options = ["--nproc-per-node", "3", "--max-restarts", "0"]
+    words = [str(SCRIPT), str(tmp_path), "2", "every=1000 steps"]
+    with Cluster(tmp_path, f"gives-up-{secrets.token_hex(4)}", options, words) as cluster:
+        cluster.start("n0")
+        assert cluster.ended() == {"n0": 1}, cluster.story()
+        (result,) = cluster.events("result")
+        assert "killed by SIGKILL (0 restarts" in result["reason"], cluster.story()
+        assert result["reason"].endswith(" spent); step 5 was saved"), cluster.story()
+        assert [event["step"] for event in cluster.events("committed")] == [5]
+        assert not any(event["text"] == "" for event in cluster.events("failure")), "the report is that of the failure"
+
+
 def test_a_step_that_fails_on_every_rank_0(tmp_path: Path) -> None:
     """W01, W13: an error that comes again whoever makes the step is no progress: after three restarts the run ends.
 

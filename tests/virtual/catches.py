@@ -251,6 +251,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_without_leader without: 2 * silent < 1 + len(known)": ("L1", "the leader is silent"),
     "_lead without: led.seats and all((led.said(seat, 'ok') for seat in led.seats))": ("L1", "a node is killed"),
     "_lead without: failure is not None and failure.final_code": ("S13", "a failure that no restart can cure"),
+    "_lead without: led.generation.last is not None": ("L6", "the restarts are spent, and those that live save first"),
     "_lead without: suspected": ("L1", "a node is killed"),
     "_lead without: unprobed": ("L1", "a node is out of its peers' reach"),
     "_lead without: unsure is not None": ("L1", "a node is killed"),
@@ -267,6 +268,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S13",
         "the budget is spent",
     ),
+    "_give_up without: not go_on(led.view, left)": ("S13", "the budget is spent"),
+    "_when_saved without: open_ and led.now < until": ("S13", "the restarts are spent, and those that live save first"),
     "_suspected without: key is not None and led.isolated": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",

@@ -128,6 +128,13 @@ IN_PLACE: list[Plan] = [
         generations_max=2,
     ),
     _living(
+        "the restarts are spent, and those that live save first",
+        3,
+        Fault(6.0, "worker_failure", "n1"),
+        spec=spec_for(3, max_restarts=0),
+        generations_max=2,
+    ),
+    _living(
         "the rank that sends the state dies in the share",
         4,
         Fault(0.05, "worker_killed", "n0", on="goes on after step"),
