@@ -14,7 +14,7 @@ from typing import Any
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Message, Own, Reply, Save
+from elasticrt.ipc.messages import Copied, Message, Own, Reply, Save
 
 
 class Agent:
@@ -37,6 +37,8 @@ class Agent:
         """What the transaction would say."""
         if isinstance(message, Own):
             return Reply(message.request, ok=not self.taken, reason=self.taken, data=self.heads.get(message.place, {}))
+        if isinstance(message, Copied) and message.request:
+            return Reply(message.request, ok=True)
         if not isinstance(message, Save):
             return None
         if message.replaces != self.head:

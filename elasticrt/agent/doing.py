@@ -45,6 +45,8 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
     if drain_until is not None:
         return Doing("handing over", "this node leaves", drain_until)
     generation = view.generation.record if view.generation is not None else None
+    if generation is not None and generation.last is not None:
+        return Doing("saving", decision.reason)
     waits = generation is not None and generation.waits
     if view.leads and view.complete and view.short_since is not None and (waits or not me.running):
         missing = me.spec.min_nodes - len(view.members)

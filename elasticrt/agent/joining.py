@@ -59,10 +59,15 @@ class JoiningWorkers:
         self.at = now + wait_s
         return wait_s
 
+    def give_up(self, local_ranks: Collection[int]) -> None:
+        """The processes of these local ranks, setting up or seated, are being ended."""
+        self.ending = self.ending | set(local_ranks)
+        self.ranks = self.ranks - set(local_ranks)
+
     def stop(self) -> bool:
         """Let no worker join any more. Returns whether there are processes to end."""
         doomed = bool(self.ranks)
-        self.ranks, self.ending = set(), self.ending | self.ranks
+        self.give_up(self.ranks)
         self.beside = self.at = None
         return doomed
 

@@ -12,7 +12,7 @@ remembers which set up beside the training, `liveness.hang_monitor` notices hang
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
+from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, FOUND_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, PLACES_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
@@ -225,32 +225,36 @@ class Supervisor:
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
             self._say(f"{text}: they are ended")
-            self._give_up(late)
+            self._give_up(state.number, late)
             self._fail_in_place(state.seat, text)
 
     def _end_stopped(self, now: float) -> None:
-        """End workers that a signal has stopped while others wait for them."""
-        state = self._state
-        if not state.running or state.seat is None or state.hung:
-            return
-        pids = {rank: pid for rank, pid in self.group.pids(state.number).items() if rank in state.seated}
-        holds = bool(state.holding)  # Then the others stand still until all have left after the agreed step.
-        found = self.hangs.stopped(now, pids, lambda rank: holds or self.pages.is_awaited(state, rank))
-        if not found:
-            return
-        self.progress.remember()
-        ranks = [state.ranks[rank] for rank in found]
-        failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
-        self._events.write(self.hangs.stood(now, state.number))
-        self._say(f"{failure.summary}: ended")
-        self._frozen.update((pids[rank], failure) for rank in found)
-        self._give_up(found)
-        self._failed(failure)
+        """End workers that a signal has stopped, in their seats or beside the training."""
+        state, group = self._state, self.group
+        sits = state.seated if state.running and state.seat is not None and not state.hung else frozenset()
+        pids = {rank: pid for rank, pid in group.pids(state.number).items() if rank in sits}
+        beside = {rank: pid for rank, pid in group.pids(0).items() if rank in self._joining.ranks}
+        over = self.hangs.stopped(now, [*pids.values(), *beside.values()])
+        if late := {rank: pid for rank, pid in beside.items() if pid in over}:
+            self._end_frozen(0, late, stopped([], node=self._settings.node, where="beside the training"))
+        if late := {rank: pid for rank, pid in pids.items() if pid in over}:
+            self.progress.remember()
+            step = self.progress.step()
+            where = f"in generation {state.number}{f' after step {step}' if step is not None else ''}"
+            failure = stopped([state.ranks[rank] for rank in late], node=self._settings.node, where=where)
+            self._events.write(self.hangs.stood(now, state.number))
+            self._end_frozen(state.number, late, failure)
+            self._failed(failure)
 
-    def _give_up(self, local_ranks: Sequence[int]) -> None:
-        """End workers that live and are of no use. From now on they belong to no generation."""
-        self.group.kill(self._state.number, local_ranks)
-        self._joining.ending |= set(local_ranks)
+    def _end_frozen(self, generation: int, pids: Mapping[int, int], failure: Failure) -> None:
+        self._say(f"{failure.summary}: ended")
+        self._frozen.update((pid, failure) for pid in pids.values())
+        self._give_up(generation, pids)
+
+    def _give_up(self, generation: int, local_ranks: Collection[int]) -> None:
+        """End workers of `generation` that live and are of no use. From now on they belong to none."""
+        self.group.kill(generation, list(local_ranks))
+        self._joining.give_up(local_ranks)
         self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:
@@ -596,18 +600,18 @@ class Supervisor:
         """Keep a copy of the state. Not after a failure: the others count on the copy that the report has named.
 
         Where workers go on in place no copy is counted on. A worker that lost a peer during a pause leaves its newest
-        step behind after that peer's end was reported.
+        step behind after that peer's end was reported, perhaps with another seat on its way to it.
         """
-        generation = self._state.generation
-        if event.fd < 0:
-            return
+        generation, seated = self._state.generation, self._state.running and event.local_rank in self._state.seated
         counted_on = self._state.failed_at is not None and not self._able()
-        if not self._is_current(event) or generation is None or counted_on:
+        if event.fd >= 0 and seated and generation is not None and not counted_on:
+            copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
+            self.seating.memory.put(copy, event.fd)
+            self._events.write(events.Copied(event.generation, copied.step, copied.size))
+        elif event.fd >= 0:
             self._close_file(event.fd)
-            return
-        copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
-        self.seating.memory.put(copy, event.fd)
-        self._events.write(events.Copied(event.generation, copied.step, copied.size))
+        if copied.request:
+            self.group.reply(event.local_rank, Reply(copied.request, ok=True), event.generation)
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
         """A living worker has handed over, or lost its group because another worker has ended."""

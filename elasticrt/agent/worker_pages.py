@@ -62,11 +62,6 @@ class WorkerPages:
         began, restored = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "restored_at_ns"))
         return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") == 1)
 
-    def is_awaited(self, state: GroupState, local_rank: int) -> bool:
-        """Whether others wait for a worker that has made no step in this generation: it is late, or in its first."""
-        stepping, stepped = (self._word(local_rank, state.number, word) for word in ("stepping", "step_at_ns"))
-        return (stepping != 0 and not stepped) or self.is_late(state, local_rank)
-
     def unmet_since(self, state: GroupState, now: float) -> float | None:
         """Since when workers in new seats have been waiting too long for their first step there; None: they have not.
 

@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,10 @@ FIRST_WITHIN_S = 0.25
 
 STEP_S_MIN = 1e-6
 """A step is taken to last at least this long: a clock may show no difference between two."""
+
+TAKEN_S_MAX = 10.0
+"""How long a process that ends waits until its agent has its state. That takes milliseconds: the agent keeps a
+descriptor."""
 
 HELD_AT_ONCE = 4
 """The copy on the host, its memory file, and the two that the agent keeps."""
@@ -119,8 +124,11 @@ class MemoryTier:
         return [partial(self._keep, step, epoch)]
 
     def hand_over(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Give the agent the state as of `step` at once, as this process ends. Does not wait for a save in flight."""
-        self._say(step, epoch, Snapshot(state))
+        """Give the agent the state as of `step` at once, as this process ends. Does not wait for a save in flight.
+
+        The agent has it afterwards: as long as it does not, this process counts as one that can go on in place.
+        """
+        self._say(step, epoch, Snapshot(state), ends=True)
 
     def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -136,7 +144,7 @@ class MemoryTier:
         self._stride = chosen
         self._not_before = -math.inf
 
-    def _say(self, step: int, epoch: int, snapshot: Snapshot) -> int:
+    def _say(self, step: int, epoch: int, snapshot: Snapshot, *, ends: bool = False) -> int:
         """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
         agent = agent_client.agent_link()
         assert agent is not None, "only a process with an agent takes copies"
@@ -146,7 +154,11 @@ class MemoryTier:
             _log.warning("no copies are kept in memory any more: %s", error)
             return 0
         try:
-            agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+            copied = Copied(step, epoch, size, digest, self._place)
+            if not ends:
+                agent.say(copied, [fd])
+            elif agent.request(lambda number: replace(copied, request=number), TAKEN_S_MAX, [fd]) is None:
+                _log.warning("the agent has not taken the state of step %d within %g s", step, TAKEN_S_MAX)
         finally:
             os.close(fd)
         return size

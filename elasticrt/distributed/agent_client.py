@@ -47,8 +47,8 @@ class AgentClient:
         self._on_seat: Callable[[], object] = bool
         threading.Thread(target=self._read, name="elasticrt-link", daemon=True).start()
 
-    def request(self, make: Callable[[int], Message], timeout_s: float) -> Reply | None:
-        """Send `make(number)` and wait for the answer; None if it is not there after `timeout_s` seconds.
+    def request(self, make: Callable[[int], Message], timeout_s: float, fds: Sequence[int] = ()) -> Reply | None:
+        """Send `make(number)`, with `fds`, and wait for the answer; None if it is not there after `timeout_s` seconds.
 
         Without an agent, or when it ends meanwhile, the answer is a refusal.
         """
@@ -58,7 +58,7 @@ class AgentClient:
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = answer  # Before it is sent: the answer may come at once.
-            problem = self._send(make(number))
+            problem = self._send(make(number), fds)
         try:
             return _refusal(number, problem) if problem else answer.get(timeout=timeout_s)
         except queue.Empty:

@@ -7,7 +7,8 @@ Directions:
 
 * agent -> parent: Start (one for each worker, with its file descriptors), Signal. A closed channel means "end".
 * parent -> agent: Warm, Started, Exited.
-* worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built.
+* worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built. So is a
+  Copied with a number.
 * agent -> worker: Reply, Reseat, Release, Look.
 """
 
@@ -195,9 +196,10 @@ class Left:
 
 @dataclass(frozen=True)
 class Copied:
-    """Local rank 0 has a copy of its state as of `step` of the run. The memory file that holds it travels with this.
+    """A worker has a copy of its state as of `step` of the run. The memory file that holds it travels with this.
 
-    The file has `size` bytes with SHA-256 `digest`. `place` is the loop's directory, as in Commit.
+    The file has `size` bytes with SHA-256 `digest`. `place` is the loop's directory, as in Commit. `request` is not 0
+    where this process ends, which waits until the agent has the copy.
     """
 
     step: int
@@ -205,6 +207,7 @@ class Copied:
     size: int
     digest: str
     place: str = ""
+    request: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,8 @@ AWAY_S = 2.0
 """An agent that has not looked for so long was stopped or suspended itself."""
 
 STOPPED_S = 1.0
-"""A worker that is stopped by a signal, and for which others wait, is ended after this time. A debugger stops processes
-in another way, and is not meant."""
-
-STOPPED_UNEXPECTED_S = 10.0
-"""The same if no step is expected of the worker, as in a pause."""
+"""A worker that is stopped by a signal is ended after this time, whatever it does: others wait for it, or soon will. A
+debugger stops processes in another way, and is not meant."""
 
 CLOSER_S = 3.0
 """Without a step for this time, and several times the usual, each agent takes the stacks of its workers. A single slow

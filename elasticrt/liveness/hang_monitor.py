@@ -18,7 +18,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class HangMonitor:
         self._put = put
         self._events = event_log
         self._say = say
+        self._stopped = Stopped()
+        self._stopped_look_at: float | None = None
         self.began()
 
     def began(self) -> None:
@@ -101,7 +103,6 @@ class HangMonitor:
         self._paused_ns: int | None = None  # The time in pauses so far.
         self._pauses: tuple[float, ...] = ()  # Seconds of the newest ones.
         self._look_at: float | None = None  # None before the first step, which wakes the agent.
-        self._stopped = Stopped()
         self._stand = Stand()
         self.positions: tuple[Position, ...] = ()
         self.said: Mapping[str, object] = {}
@@ -117,7 +118,7 @@ class HangMonitor:
 
     def wake_at(self) -> list[float]:
         """The times at which to look again."""
-        times = (self._look_at or self._idle_until, self._idle_look_at, *self._stand.asks)
+        times = (self._look_at or self._idle_until, self._idle_look_at, *self._stand.asks, self._stopped_look_at)
         return [at for at in times if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
@@ -150,23 +151,16 @@ class HangMonitor:
         pace = replace(self._pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
         self._pace = pace.looked(sight(pages, held=held), now)
 
-    def stopped(self, now: float, pids: Mapping[int, int], is_awaited: Callable[[int], bool]) -> list[int]:
-        """Local ranks that a signal has stopped for so long that they will not go on by themselves.
+    def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
+        """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves.
 
-        A process under a debugger is not meant. While steps are made, there is nothing to look for.
-
-        Args:
-            now: seconds of the monotonic clock.
-            pids: process ids of the workers, by local rank.
-            is_awaited: whether others wait for the worker with this local rank before the first step.
+        A process under a debugger is not meant. Not with `began`: a worker may get another seat while it is stopped.
         """
         if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
-            return []
-        stand = self.standing_since(now) is not None
-        moving = self._pace.expected and self._pace.first and not stand
-        found = [] if moving else [rank for rank, pid in pids.items() if self._state_of(pid) == "T"]
-        self._stopped = self._stopped.looked(found, now)
-        return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
+            return frozenset()
+        self._stopped = self._stopped.looked([pid for pid in pids if self._state_of(pid) == "T"], now)
+        self._stopped_look_at = now + LOOK_S if pids else None
+        return self._stopped.over(now)
 
     def stood(self, now: float, generation: int) -> events.Stalled:
         """The event about workers of `generation` that a signal has stopped, as of `now`."""

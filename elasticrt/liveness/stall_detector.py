@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
@@ -154,20 +154,19 @@ class Stand:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Workers that a signal has stopped: `since` when, by local rank, as seen until the last look, at `looked_at`."""
+    """Workers that a signal has stopped: `since` when, by process id, as seen until the last look, at `looked_at`."""
 
     since: Mapping[int, float] = field(default_factory=dict)
     looked_at: float = 0.0
 
     def looked(self, stopped: Collection[int], now: float) -> Stopped:
-        """After a look at `now`, which saw these ranks `stopped`. It counts anew if the agent was away itself."""
+        """After a look at `now`, which saw these processes `stopped`. It counts anew if the agent was away itself."""
         before = {} if now - self.looked_at > AWAY_S else self.since
-        return Stopped({rank: before.get(rank, now) for rank in stopped}, now)
+        return Stopped({pid: before.get(pid, now) for pid in stopped}, now)
 
-    def over(self, now: float, awaited: Collection[int]) -> list[int]:
-        """Ranks that have been stopped for too long at `now`. For the `awaited` ones the limit is shorter."""
-        bounds = {rank: STOPPED_S if rank in awaited else STOPPED_UNEXPECTED_S for rank in self.since}
-        return sorted(rank for rank, at in self.since.items() if now - at >= bounds[rank])
+    def over(self, now: float) -> frozenset[int]:
+        """Those that have been stopped for too long at `now`."""
+        return frozenset(pid for pid, at in self.since.items() if now - at >= STOPPED_S)
 
 
 @dataclass(frozen=True)

@@ -52,17 +52,19 @@ from elasticrt.rendezvous.leader_context import (
     candidates,
     cause_of,
     counting,
+    go_on,
     how_gone,
     list_names,
     publish,
     re_form,
     returned,
     settled_at,
+    startable,
     text_of,
     too_few,
     unavailable,
 )
-from elasticrt.rendezvous.reconfiguration import handing_over, planned
+from elasticrt.rendezvous.reconfiguration import LEAVE_S_MAX, handing_over, planned
 from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
@@ -252,6 +254,9 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         if failure is not None and failure.final_code:
             return Finish(failure.summary, "failed", failure.final_code, failure.text)
 
+    if led.generation.last is not None:
+        return _when_saved(led, led.generation.last)
+
     suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
     if suspected:
         return Probe(f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone", suspected)
@@ -332,17 +337,39 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     spec = led.spec
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
-        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
+        return _give_up(led, reason, text_of(first, failed))
     restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = "without getting further " if spec.restarts_reset else ""
         reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"
-        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
+        return _give_up(led, reason, text_of(first, failed))
     unheard = _copies_to_come(led, failed)
     until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
     if unheard and led.now < until:
         return Wait(f"all restart; {list_names(seat.node for seat in unheard)} may have a newer copy", until)
     return re_form(led, "failure", _named(first, led.generation), restarts)
+
+
+def _give_up(led: LeaderContext, reason: str, text: str) -> Decision:
+    """End the run. Where workers live that have the state, they agree on the newest step and save it before."""
+    left, same = startable(led.view, draining=True), led.generation.restarts
+    if not go_on(led.view, left):
+        return Finish(reason, "failed", EXIT_WORKERS, text)
+    last = Failure(rank=0, code=EXIT_WORKERS, collateral=False, summary=reason, text=text)
+    return publish(led.view, led.spec, "failure", last.summary, restarts=same, members=left, waits=True, last=last)
+
+
+def _when_saved(led: LeaderContext, last: Failure) -> Decision:
+    """End the run when all have said that the state is saved; at once if one of them is lost, and not later than that
+    of a handover."""
+    until, lost = led.since + LEAVE_S_MAX, any(led.key_of(seat) is None for seat in led.seats)
+    open_ = not (lost or led.failed_since is not None or all(led.said(seat, "held") for seat in led.seats))
+    if open_ and led.now < until:
+        return Wait("the run ends when the newest step is saved", until)
+    head = led.view.head.record if led.view.head else None
+    saved = head is not None and head.generation == led.generation.number
+    reason = f"{last.summary}; step {head.reached:,} was saved" if head is not None and saved else last.summary
+    return Finish(reason, "failed", EXIT_WORKERS, last.text)
 
 
 def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Seat]:

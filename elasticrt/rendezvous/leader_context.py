@@ -146,6 +146,7 @@ def publish(
     me: Me | None = None,
     members: list[Stored[Member]] | None = None,
     waits: bool = False,
+    last: Failure | None = None,
 ) -> Publish:
     """The next generation: of workers that go on in place where enough of them can, else of workers started anew.
 
@@ -158,6 +159,7 @@ def publish(
         me: the leader's own state, which may hold a copy of the training state. None where no member can.
         members: whom to choose from; None: all that can start workers.
         waits: whether they are too few for a step, so that those who have the state save it and wait.
+        last: the failure with which the run ends when they have saved it.
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
@@ -185,6 +187,7 @@ def publish(
         memory=memory,
         in_place=in_place,
         waits=waits,
+        last=last,
     )
     return Publish(f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}", draft, seats)
 

@@ -196,6 +196,8 @@ class Draft(Record):
     `waits`: there are too few nodes for a step. Its workers, which go on in place, agree on the newest state, rank 0
     saves it, and all hold it until a generation with enough nodes follows.
 
+    `last`: as for `waits`, but the run ends with this failure as soon as that is saved.
+
     `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
     node with rank 0.
     """
@@ -210,6 +212,7 @@ class Draft(Record):
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     in_place: bool = False
     waits: bool = False
+    last: Failure | None = None
     restarts: Restarts = Restarts()
     resume: Commit | None = None
     memory: Copy | None = None

@@ -26,8 +26,10 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
 
 
 def waiting(chapter: Chapter) -> str:
-    """`1 node of at least 2: the run waits with the state after step 66`."""
+    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes it saves that and ends."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
+    if len(chapter.nodes) >= chapter.needed:
+        return f"{counted(len(chapter.nodes), 'node')}: the run saves {state}, and ends"
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 

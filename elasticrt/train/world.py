@@ -178,9 +178,13 @@ class World:
         self._hand_over()
 
     def leave_state(self, error: Exception) -> None:
-        """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone."""
+        """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
+
+        That is told at once as well: how long a process takes to end is not known.
+        """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
             self._hand_over()
+            self.in_place.lost(error, self._state.position.steps)
 
     def _hand_over(self) -> None:
         state = self._undo.state_of_position() if self._state.whole else None

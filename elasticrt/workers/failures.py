@@ -26,6 +26,7 @@ from elasticrt.ipc.collateral_errors import (
 )
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure, FinalCode, first_cause
+from elasticrt.ipc.time_bounds import STOPPED_S
 from elasticrt.text import cut, size
 from elasticrt.workers.gpu_failures import gpu_cause
 
@@ -225,13 +226,12 @@ def lost_peer(*, rank: int, node: str, message: str) -> Failure:
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
-def stopped(ranks: Sequence[int], *, node: str, generation: int, step: int | None) -> Failure:
-    """The failure of workers, global `ranks`, that a signal has stopped on `node`, in `generation` after `step`."""
-    who = " and ".join(f"rank {rank}" for rank in ranks)
-    said = f"{who} on {node} {'is' if len(ranks) == 1 else 'are'} stopped (SIGSTOP)"
-    when = f" after step {step}" if step is not None else ""
-    text = f"{said} in generation {generation}{when}, and nobody continued it while the others waited"
-    return Failure(rank=ranks[0], code=-signals.SIGSTOP, collateral=False, summary=said, text=text)
+def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
+    """The failure of workers that a signal has stopped on `node`: global `ranks`, or newcomers without one."""
+    who = " and ".join(f"rank {rank}" for rank in ranks) or "a newcomer"
+    said = f"{who} on {node} {'are' if len(ranks) > 1 else 'is'} stopped (SIGSTOP)"
+    text = f"{said} {where}, and nobody continued it within {STOPPED_S:g} s"
+    return Failure(rank=min(ranks, default=0), code=-signals.SIGSTOP, collateral=False, summary=said, text=text)
 
 
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:

@@ -186,6 +186,7 @@ def main() -> None:
             (directory / "built").write_text("")
 
         elasticrt.prepare(DIRECTORY / "prepared", build)
+    FAULTS.at("set up")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     data = Numbers()

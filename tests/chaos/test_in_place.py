@@ -211,6 +211,23 @@ def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.T
     check_weights(found, tmp_path_factory)
 
 
+def test_stopped_beside_the_training_and_in_a_join(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W08: a signal stops a newcomer while it sets up, and a survivor when it lets one in: both are replaced."""
+    plan = [
+        fault("last bucket", 2),
+        fault("set up", -1, "freeze", world=0, step=0),
+        fault("meet", 0, "freeze", world=2, step=0),
+    ]
+    found = run(tmp_path, plan, "nap=0.08", workers=3, epochs=6)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+    told = {event["pid"]: event["failure"] for event in found.cluster.events("worker_ended")}
+    assert [told[pid] for pid in found.victims[1:]] == [
+        "a newcomer on n0 is stopped (SIGSTOP)",
+        "rank 0 on n0 is stopped (SIGSTOP)",
+    ]
+
+
 def test_an_error_of_the_script(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W01: a rank raises an error of its own: it is shown once, with its traceback; the others go on in place."""
     found = run(tmp_path, [fault("after forward", 1, "raise", step=4)], workers=3, epochs=1)
@@ -225,6 +242,21 @@ def test_more_failures_than_restarts_before_the_first_save(tmp_path: Path) -> No
     """W01, W02: steps that survivors have finished are progress, so five kills between two saves do not end the run."""
     plan = [fault("last bucket", number % 3) for number in range(5)]
     run(tmp_path, plan, "every=1000 steps", workers=3, epochs=6, restarts="").check_all()
+
+
+def test_a_run_that_gives_up_saves_first(tmp_path: Path) -> None:
+    """W13: the restarts are spent with nothing saved: the survivors save the newest step, and then the run ends."""
+    (tmp_path / "faults.json").write_text(json.dumps([fault("last bucket", 1, world=3, step=5)]))
+    options = ["--nproc-per-node", "3", "--max-restarts", "0"]
+    words = [str(SCRIPT), str(tmp_path), "2", "every=1000 steps"]
+    with Cluster(tmp_path, f"gives-up-{secrets.token_hex(4)}", options, words) as cluster:
+        cluster.start("n0")
+        assert cluster.ended() == {"n0": 1}, cluster.story()
+        (result,) = cluster.events("result")
+        assert "killed by SIGKILL (0 restarts" in result["reason"], cluster.story()
+        assert result["reason"].endswith(" spent); step 5 was saved"), cluster.story()
+        assert [event["step"] for event in cluster.events("committed")] == [5]
+        assert not any(event["text"] == "" for event in cluster.events("failure")), "the report is that of the failure"
 
 
 def test_a_step_that_fails_on_every_rank_0(tmp_path: Path) -> None:
@@ -245,10 +277,10 @@ def test_a_step_that_fails_on_every_rank_0(tmp_path: Path) -> None:
         cluster.start("n0")
         assert cluster.ended() == {"n0": 1}, cluster.story()
         (result,) = cluster.events("result")
-        cause, _, why = result["reason"].partition(" (")
+        cause, _, why = result["reason"].partition("; step 4 was saved")[0].partition(" (")
         assert cause.endswith("ValueError: batch 5")
         assert why in ("3 restarts without getting further spent)", "the same as the last time, before the first step)")
-        assert len(cluster.events("generation")) <= 4
+        assert sum(not event["waits"] for event in cluster.events("generation")) <= 4
 
 
 @pytest.mark.slow

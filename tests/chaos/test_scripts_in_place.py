@@ -118,8 +118,10 @@ def _check(tmp_path: Path, case: Case, alone: dict[str, Notes]) -> None:
     (expected,) = {tuple(end["end"]) for end in ends.values()}
     (steps,) = {end["steps"] for end in ends.values()}
     finished = {pid: [note["step"] for note in each if "step" in note] for pid, each in notes.items()}
-    for pid in survivors:
-        assert finished[pid] == list(range(1, steps + 1)), "no step is lost, none done again"
+    whole, less = sorted((finished[pid] for pid in survivors), key=len, reverse=True)
+    assert whole == list(range(1, steps + 1)), "no step is lost, none done again"
+    # One survivor may have finished the step in which the rank was lost before the other: that one takes it over.
+    assert less in (whole, [each for each in whole if each != step + 1])
     (newcomer,) = set(ends) - set(survivors)
     assert finished[newcomer] == list(range(finished[newcomer][0], steps + 1))
     assert finished[newcomer][0] > LET_IN

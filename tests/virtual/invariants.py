@@ -196,6 +196,10 @@ class Invariants:
         heard = intent.view.reports if intent and intent.view else {}  # A publication may arrive later than a report.
         final = [node for node, failure in failures if failure.final_code and node in heard]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
+        if new.last is not None:
+            whole = failed and new.in_place and new.restarts == old.restarts
+            require(whole, "S13", "an end that nobody has caused, that counts, or that nobody has a state for")
+            return
         if new.kind == "failure":
             again = [node for node, failure in failures if failure.early and failure.early == old.restarts.early]
             require(not again, "S13", f"generation {new.number} comes after the same failure before a first step")
@@ -286,7 +290,7 @@ class Invariants:
     def _s13_result(self, new: Result) -> None:
         if new.code != 1:
             return
-        last, spec = self.generations[-1], self.sim.spec
+        last, spec = next(each for each in reversed(self.generations) if each.last is None), self.sim.spec
         failed = [report for report in self.reported if report.generation == last.number and report.status == "failed"]
         require(failed, "S13", f"the run failed, but nobody reported a failure in generation {last.number}")
         spent = last.restarts.spent if spec.restarts_reset else last.restarts.total
@@ -295,6 +299,11 @@ class Invariants:
         ):
             return
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
+        if self.sim.plan.stays:
+            step = self.heads[-1].step if self.heads else 0
+            workers = [each for process in self.sim.processes.values() for each in process.group.workers]
+            further = [each.step for each in workers if each.healthy and each.whole and each.step > step]
+            require(not further, "S13", f"the run gives up with {further} steps and {step} saved")
 
     def one_history(self) -> set[str]:
         """The present generation's nonce, and those of all that it has gone on from in place."""

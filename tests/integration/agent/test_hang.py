@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt.event_log import records
+from elasticrt.ipc.proc import state_of
 from elasticrt.story.buckets import totals
 from elasticrt.story.fold import story_of
 from tests.cluster import Cluster, kill
@@ -63,7 +64,9 @@ for epoch in loop.epochs(2):
                 stuck_here()
         if way == "in-place-pause" and loop.steps_done == 25:
             with loop.pause("evaluate"):
-                if ctx.rank == 1 and always == "kill" and ctx.generation == 1:
+                if ctx.rank == 1 and always in ("kill", "away") and ctx.generation == 1:
+                    if always == "away":
+                        os.kill(int(open(f"/proc/{os.getppid()}/stat").read().split()[3]), signal.SIGSTOP)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if always == "slow":
                     time.sleep(5)
@@ -237,6 +240,18 @@ def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path, nodes: int)
         assert all("SIGKILL" in event["cause"] for event in run.events("generation") if event["number"] > 1), (
             run.story()
         )
+
+
+def test_the_newest_step_waits_for_an_agent_that_is_away(tmp_path: Path) -> None:
+    """L5: the agent hears of a loss in a pause and of the survivors' newest step at once: none is done again."""
+    with _run(tmp_path, "in-place-pause", "--nnodes", "1", "--nproc-per-node", "3", always="away") as run:
+        agent = run.start("n0")
+        run.wait("it is stopped", lambda: state_of(agent.pid) == "T")
+        time.sleep(1.0)
+        kill(agent.pid, signal.SIGCONT)
+        assert run.ended() == {"n0": 0}, run.story()
+        begun = [event["resume_step"] for event in run.events("generation")]
+        assert (begun[0], begun[-1]) == (0, 25), run.story()
 
 
 @pytest.mark.slow

@@ -46,22 +46,21 @@ def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
 
 
 @pytest.mark.parametrize(
-    ("until", "awaited", "away_s", "over_at"),
+    ("until", "away_s", "over_at"),
     [
-        pytest.param(20.0, True, 0.0, 3.0, id="others wait for it"),
-        pytest.param(20.0, False, 0.0, 12.0, id="no step is expected"),
-        pytest.param(2.8, True, 0.0, None, id="it was continued"),
-        pytest.param(20.0, True, 100.0, 3.6, id="the agent was away itself"),
+        pytest.param(20.0, 0.0, 3.0, id="nobody continues it"),
+        pytest.param(2.8, 0.0, None, id="it was continued"),
+        pytest.param(20.0, 100.0, 3.6, id="the agent was away itself"),
     ],
 )
-def test_a_stopped_worker_is_given_up(until, awaited, away_s, over_at):
-    """W08: one that is stopped at 2 s is given up a second later if others wait for it, else ten seconds later."""
+def test_a_stopped_worker_is_given_up(until, away_s, over_at):
+    """W08: one that is stopped at 2 s is given up a second later."""
     seen, found = Stopped(), []
     for tick in range(1, 200):
         at = tick / 10
         now = at + (away_s if at > 2.5 else 0.0)
         seen = seen.looked([1] if 2.0 <= at < until else [], now)
-        found += [at] if seen.over(now, [1] if awaited else []) == [1] else []
+        found += [at] if seen.over(now) == {1} else []
     assert found[:1] == ([] if over_at is None else [pytest.approx(over_at)])
 
 
@@ -239,6 +238,11 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
         monitor.ask_if_stalled(now, group, 2)
     asked = [(each.why, each.step, each.final, round(each.age_s)) for each in kept]
     assert asked == [("stalled", 118, False, 18), ("stalled", 118, True, 36)]
-    # Before the first step nothing tells that steps are made, so a worker that a signal has stopped is looked for.
-    assert [monitor.stopped(now + tick / 2, {0: 7}, lambda _: True) for tick in range(1, 4)] == [[], [], [0]]
+    found = []
+    for tick in range(1, 4):
+        found.append(monitor.stopped(now + tick / 2, [7]))
+        monitor.began()
+    assert found == [set(), set(), {7}], (
+        "a worker that a signal has stopped is looked for, also when it gets another seat"
+    )
     page.close()

@@ -1,0 +1,45 @@
+"""Which workers set up beside the training, and which are being ended."""
+
+from __future__ import annotations
+
+from elasticrt.agent.joining import JoiningWorkers
+from elasticrt.rendezvous.records import Generation
+
+
+def _beside() -> JoiningWorkers:
+    joining = JoiningWorkers()
+    joining.attend(
+        Generation(
+            number=3,
+            attempt=1,
+            nodes=1,
+            world_size=2,
+            master_address="10.0.0.1",
+            master_port=1,
+            cause="start",
+            kind="start",
+            nonce="0" * 16,
+            chunks=1,
+        ),
+        0,
+    )
+    assert joining.start(3, {0}, now=1.0) == [1, 2]
+    return joining
+
+
+def test_who_is_given_up_is_ended_before_another_is_started() -> None:
+    """W08: the place of a newcomer that is ended, perhaps stopped by a signal, is free when its process has ended."""
+    joining = _beside()
+    joining.give_up({2: 4711})
+    assert (joining.ranks, joining.ending) == ({1}, {2})
+    assert joining.start(3, {0}, now=2.0) == []
+    assert joining.ended(2, now=3.0) is None, "nobody failed, so there is no delay"
+    assert joining.start(3, {0}, now=3.0) == [2]
+
+
+def test_those_that_may_not_join_are_not_gone_before_they_have_ended() -> None:
+    """S16: a node that begins a new life waits for the ends of all that set up in the last one."""
+    joining = _beside()
+    assert joining.stop()
+    assert (joining.ranks, joining.ending, joining.beside) == (set(), {1, 2}, None)
+    assert not joining.stop()
