@@ -38,8 +38,8 @@ def view(*members: str, short: float | None = None, **fields: object) -> SimpleN
     return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
 
 
-GENERATION = SimpleNamespace(record=SimpleNamespace(number=2, nodes=3, attempt=1, waits=False))
-WAITING = SimpleNamespace(record=SimpleNamespace(number=2, nodes=2, attempt=1, waits=True))
+GENERATION = SimpleNamespace(record=SimpleNamespace(number=2, nodes=3, attempt=1, last=None, waits=False))
+WAITING = SimpleNamespace(record=SimpleNamespace(number=2, nodes=2, attempt=1, last=None, waits=True))
 HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained", step=120))
 
 
