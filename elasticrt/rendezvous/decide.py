@@ -180,7 +180,9 @@ def _may_leave(me: Me, view: View) -> bool:
         return not me.running or view.number > me.running
     saved = view.handover is not None and view.handover.record.save
     saved = saved or (view.generation is not None and view.generation.record.waits)
-    return saved and me.report is not None and me.report == me.filed and me.report.status == "held"
+    # Its report of the generation before says nothing of what it is to save in this one.
+    held = me.report is not None and (me.report.generation, me.report.status) == (view.number, "held")
+    return saved and held and me.report == me.filed
 
 
 def _drained(me: Me, view: View) -> Leave:

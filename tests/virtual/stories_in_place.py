@@ -56,6 +56,16 @@ IN_PLACE: list[Plan] = [
     ),
     _living("a node drains, and the others go on", 3, Fault(6.0, "leave", "n1"), generations_max=3),
     _living(
+        "the other node loses power while the leader waits for it to leave",
+        2,
+        Fault(6.0, "leave", "n0"),
+        Snag("n0", "reports holding in generation 1", "slow", 0.8),
+        Fault(0.6, "power_loss", "n1", on="n1.1 File"),
+        Fault(0.1, "start", "n0", on="n0.1 exits"),
+        spec=spec_for(2, min_nodes=1, lease_ttl_s=3.0),
+        stays=False,
+    ),
+    _living(
         "etcd goes away while the last node leaves",
         1,
         Fault(6.0, "leave", "n0"),
