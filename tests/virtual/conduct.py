@@ -179,8 +179,8 @@ class Conduct:
             me = other.me  # It may have been heard in a later life.
             later = verdicts.get(me.record.incarnation) if me else None
             said = later or verdicts.get(seat.incarnation)
-            if later is None and said is not None and said.kind == "dead" and seat.node not in self.members:
-                continue  # Nobody can know of a life that has never had a key.
+            if later is None and said is not None and said.kind == "dead":
+                continue  # Its machine has answered that this life has ended. Of a later one nobody need know yet.
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
                 deaf.append(seat.node)
