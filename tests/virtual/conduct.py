@@ -169,16 +169,17 @@ class Conduct:
 
     def _l4_hears_most(self, process: Process, seats: dict[str, Seat]) -> None:
         """L4: who takes another out has heard most of the others, as far as they can be heard."""
-        verdicts = process.agent.member.view.verdicts
+        view = process.agent.member.view
+        verdicts = view.verdicts
         victim = verdicts.get(process.fencing[0])
         if victim is not None and victim.kind == "dead":
             return  # That is certain, whatever else is heard.
         deaf = []
-        for seat in process.agent.member.view.seats.values():  # Who follows knows a part of them.
+        for seat in view.seats.values():  # Who follows knows a part of them.
             other = self.sim.processes[seat.node]
             me = other.me  # It may have been heard in a later life.
             later = verdicts.get(me.record.incarnation) if me else None
-            said = later or verdicts.get(seat.incarnation)
+            said = later or view.newest_verdict(seat)
             if later is None and said is not None and said.kind == "dead":
                 continue  # Its machine has answered that this life has ended. Of a later one nobody need know yet.
             there = not (other.gone or other.paused or self.sim.linked(process, other))
