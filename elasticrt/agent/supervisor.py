@@ -174,7 +174,10 @@ class Supervisor:
 
     def _can_start_beside(self) -> bool:
         able = self._wanted is None and bool(self._method) and self._check.is_fit
-        return able and not self._state.well and self.misfit is None
+        beside = self._joining.beside
+        # Where a worker has ended by itself nobody joins any more, in that generation.
+        closes = bool(self._state.well) and (beside is None or beside[0].number == self._state.number)
+        return able and not closes and self.misfit is None
 
     # Deadlines.
 

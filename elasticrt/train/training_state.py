@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
@@ -30,6 +32,7 @@ class TrainingState:
         numbers: the random numbers.
         ledger: notes which samples each step trains.
         vars: the user's own plain values.
+        accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
         whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
             step is half done.
 
@@ -51,6 +54,7 @@ class TrainingState:
         self.ledger = Ledger(ledger, sampler)
         self.vars: dict[str, Any] = {}
         self.whole = True
+        self.accumulates = False
         self._shown = shown
 
     def about(self) -> dict[str, Any]:
@@ -67,12 +71,13 @@ class TrainingState:
         """All of it by name. `more` is added to our own part."""
         ledger = self.ledger.history(self.position.steps)
         ours = {**self.about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger, **more}
+        ours["gradients"] = [each.grad for each in self.parameters()] if self.accumulates else []
         return {**stateful.collect(self.objects), stateful.OURS: ours}
 
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
-        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars"} <= set(ours):
+        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "gradients"} <= set(ours):
             raise CheckpointError(
                 explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
             )
@@ -101,9 +106,26 @@ class TrainingState:
             had = "without" if ours["sampler"] is None else "with"
             raise CheckpointError(explain("the sampler changed", where, got=f"a state {had} a sampler"))
         stateful.put_back(self.objects, data, where, shared=shared)
+        self._set_gradients(ours["gradients"])
         if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position.from_dict(ours["position"])
         self.ledger.restored(ours.get("ledger", []))
         self.vars.clear()
         self.vars.update(ours["vars"])
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of all modules, in order."""
+        modules = (each for each in self.objects.values() if isinstance(each, torch.nn.Module))
+        return [each for module in modules for each in module.parameters()]
+
+    def drop_gradients(self) -> None:
+        """Let go of all gradients. They may be views of a bucket that a work of an old group still writes into."""
+        for each in self.parameters():
+            each.grad = None
+
+    def _set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        self.accumulates = any(each is not None for each in gradients)
+        self.drop_gradients()
+        for owner, gradient in zip(self.parameters() if gradients else [], gradients, strict=True):
+            owner.grad = None if gradient is None else gradient.to(owner.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Undo:
 
     Attributes:
         in_step: whether a step is open.
-        accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
         stepped: whether an optimizer has stepped in the present batch.
         touched: whether one has begun to step in the present step, so that the state may be that of no step.
         outside: the state of the position while the script runs code before or after the batches of an epoch, which is
@@ -74,7 +73,6 @@ class Undo:
         self._collectives = 0  # Begun before the first optimizer of the step began.
         self._communicates_late = False  # Whether steps of this script have collectives since then.
         self.in_step = False
-        self.accumulates = False
         self.stepped = False
         self.touched = False
         self.outside: Note | None = None
@@ -107,7 +105,7 @@ class Undo:
 
     def step_ends(self) -> None:
         """The whole step is done: note whether it had collectives since its first optimizer began."""
-        self.accumulates = not self.stepped
+        self._training.accumulates = not self.stepped
         if not self.touched:
             self._learn()
         if self.stepped and collectives.sequence_number() != self._collectives:
@@ -146,7 +144,7 @@ class Undo:
         if self._owners is None:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
             layers = [layer for module in self._modules for layer in module.modules()]
-            self._owners, self._watched = [layer._buffers for layer in layers], self._parameters()
+            self._owners, self._watched = [layer._buffers for layer in layers], self._training.parameters()
         buffers = [each for owner in self._owners for each in owner.values() if each is not None]
         buffers += self._early_parameters
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
@@ -164,8 +162,8 @@ class Undo:
         }
         self._objects[stateful.OURS] = self._rates()
         self._gradients = None
-        if self.accumulates:
-            owners = self._parameters()
+        if self._training.accumulates:
+            owners = self._training.parameters()
             if any(each.grad is not None for each in owners):
                 self._gradients = [(each, None if each.grad is None else each.grad.detach().clone()) for each in owners]
 
@@ -179,7 +177,7 @@ class Undo:
                 torch._foreach_copy_(self._buffers, self._kept)
         states = {name: noted.state if isinstance(noted, Note) else noted for name, noted in self._objects.items()}
         self._load({name: state for name, state in states.items() if state is not None})
-        self._drop_gradients()
+        self._training.drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
         self._put_back_scalers()
@@ -240,25 +238,6 @@ class Undo:
     def _set_vars(self, values: dict[str, Any]) -> None:
         self._training.vars.clear()
         self._training.vars.update(values)
-
-    def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients that count, of all modules' parameters in order; empty if none do."""
-        return [each.grad for each in self._parameters()] if self.accumulates else []
-
-    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Set gradients that another rank's `gradients` has given; drop them if it has given none."""
-        self.accumulates = any(each is not None for each in gradients)
-        self._drop_gradients()
-        for owner, gradient in zip(self._parameters() if gradients else [], gradients, strict=True):
-            owner.grad = gradient
-
-    def _drop_gradients(self) -> None:
-        # They may be views of a bucket that a work of the old group still writes into.
-        for each in self._parameters():
-            each.grad = None
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [each for module in self._modules for each in module.parameters()]
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,9 +19,6 @@ from elasticrt.train.undo import Undo
 
 _log = logging.getLogger(__name__)
 
-GRADIENTS = "gradients"
-"""The name under which a state that travels has the gradients added up since the last optimizer step."""
-
 
 @dataclass(frozen=True)
 class Change:
@@ -143,7 +140,6 @@ class World:
         if taken is None:
             state.ledger.restored(history)
         else:
-            self._undo.set_gradients(taken.pop(GRADIENTS))
             state.take_over(taken)
             self._saving.run.total = taken[stateful.OURS]["total"]
         state.whole = True
@@ -163,8 +159,7 @@ class World:
 
     def _to_others(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
-        state = self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
-        return {**state, GRADIENTS: self._undo.gradients()}
+        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""

@@ -187,7 +187,7 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     state = TrainingState({"net": net}, None, None, None, "")
     state.vars = variables
     undo = Undo(state, seeded=False)
-    undo.accumulates = accumulates
+    state.accumulates = accumulates
     undo.note()
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()

@@ -700,3 +700,35 @@ def test_scalars_that_are_none(tmp_path):
         for wrong in ("high", None, torch.zeros(2)):
             with pytest.raises(TypeError):
                 loop.report(loss=wrong)
+
+
+@pytest.mark.parametrize("ends_after", [3, 4])
+def test_gradients_that_are_added_up_are_in_a_checkpoint(tmp_path: Path, ends_after: int) -> None:
+    """An optimizer that steps at every second block loses no batch when all begin anew between the two."""
+
+    def train(directory: Path, last: int) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(12, 2, generator=torch.Generator().manual_seed(1)))
+        sampler = ElasticBatchSampler(data, global_batch_size=2)
+        loop = Loop(directory, sampler=sampler, every="1 steps", model=model, optimizer=optimizer)
+        for _ in loop.epochs(2):
+            for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
+                loop._saving._wait()
+                step = loop.steps_done + 1
+                if step > last:
+                    raise KeyboardInterrupt
+                with loop.step():
+                    model(x).square().mean().backward()
+                    if step % 2 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return [float(each) for each in model.weight.detach()[0]]
+
+    undisturbed = train(tmp_path / "a", 99)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "b", ends_after)
+    newest = max(int(each.name.split("-")[1]) for each in (tmp_path / "b").glob("step-*.json"))
+    assert newest == ends_after
+    assert train(tmp_path / "b", 99) == undisturbed
