@@ -174,9 +174,9 @@ def show_logs(arguments: argparse.Namespace) -> int:
         return sorted(found, key=lambda path: (int(path.parent.name.rpartition("-")[2]), path.name))
 
     if not logs() and not arguments.follow:
-        got = "no such rank" if rank is not None else "nothing was printed, or it was not kept"
+        got = "nothing was printed" if rank is None else f"rank {rank} has printed nothing, or there is none"
         remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""
-        remedy = remedy or "Runs with --log-dir /dev/null keep none"
+        remedy = remedy or "Runs with --log-dir /dev/null keep no output"
         where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
         raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
     before, offsets = None, dict[Path, int]()

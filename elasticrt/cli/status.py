@@ -16,6 +16,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
+from elasticrt.store.protocol import StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.report import as_object, head, state, sums
 from elasticrt.story.sentences import lasted
@@ -61,6 +62,14 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
             raise
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
         return True
+    except StoreUnavailable as error:  # The run trains on without etcd, and its directory tells of it.
+        if story is None:
+            raise
+        write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
+        if not arguments.watch:
+            raise
+        write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
+        return not story.alive()
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
     return story is not None and story.result is not None

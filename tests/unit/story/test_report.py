@@ -175,7 +175,7 @@ def test_a_page_without_matplotlib(monkeypatch):
         ("status --run-id calm-fox --watch", 0, "goodput 65.6%"),
         ("status --run-id other", 2, "no agent of this run is on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
-        ("logs calm-fox 7", 2, "no such rank"),
+        ("logs calm-fox 7", 2, "rank 7 has printed nothing, or there is none"),
         ("report other", 2, "no such run (other)"),
         ("runs --log-dir nowhere", 2, "no such directory (--log-dir): got nowhere"),
         ("events --log-dir nowhere", 2, "there is no run here (nowhere)"),
