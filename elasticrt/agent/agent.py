@@ -489,9 +489,14 @@ class Agent(Side):
         self.member.drain()
 
     def _newest(self) -> tuple[Commit | None, bool]:
-        """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer."""
+        """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
+
+        One that this node knows of is on its disk, also when etcd has forgotten it.
+        """
+        known = self.member.view.head
         try:
-            return self.membership.driver.run(self.member.newest_head()), True
+            found = self.membership.driver.run(self.member.newest_head())
+            return found or (known.record if known is not None else None), True
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             return None, False
