@@ -496,10 +496,10 @@ class Agent(Side):
         known = self.member.view.head
         try:
             found = self.membership.driver.run(self.member.newest_head())
-            return found or (known.record if known is not None else None), True
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             return None, False
+        return found or (known.record if known is not None else None), True
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""
