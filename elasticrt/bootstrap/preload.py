@@ -29,6 +29,7 @@ _LAZY = (
     "torch.optim.lr_scheduler",
     "torch.optim.swa_utils",
     "torch.profiler",
+    "torch.profiler._cupti_monitor",
     "torch.utils.data",
     "torch.utils.data.distributed",
     "torch.distributed.elastic.multiprocessing.errors",
