@@ -124,8 +124,6 @@ class Supervisor:
         has_state = self.pages.have_state(state, able)
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
-        # Workers that have failed are known before the kernel has taken the last of them apart.
-        lives = state.running and (bool(state.seated) or state.failed_at is None)
         wanted = {
             # Where a GPU has failed, workers of the other GPUs go on in place if they can.
             "warm": bool(self._method) and (self._check.is_fit or bool(able)),
@@ -141,7 +139,7 @@ class Supervisor:
             me,
             record=me.record.model_copy(update=changed) if changed else me.record,
             started=self._newest,
-            running=state.number if lives else 0,
+            running=state.number if state.running else 0,
             seated=state.number if seated else 0,
             report=state.report(kept=kept, ready=ready, has_state=has_state) if seated else None,
             failed_at=state.failed_at,

@@ -37,6 +37,7 @@ _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_BYTES = 1 << 18
 _MESSAGES_PER_TURN = 64
+_HAS_GPUS = any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class WorkerIO:
 
         The kernel tells its parent of it later: it takes a tenth of a second or more to give a GPU's memory back.
         """
-        process = stat(worker.pid) if worker.pid else None
+        process = stat(worker.pid) if worker.pid and _HAS_GPUS else None
         began = _stepped(worker) is not None  # Why it could not begin only its parent knows.
         if process is not None and process.leaving and began and not worker.gone:
             self._read_rest(worker)

@@ -12,6 +12,7 @@ import pytest
 
 from elasticrt.ipc.messages import Done
 from elasticrt.settings import Command
+from elasticrt.workers import worker_io
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
 
 REDUCE = """
@@ -273,8 +274,9 @@ def test_two_workers_have_different_keys(warm, tmp_path):
     assert len({*result.out.values()}) == 2
 
 
-def test_a_failure_is_told_while_the_kernel_still_ends_the_process(warm, tmp_path):
+def test_a_failure_is_told_while_the_kernel_still_ends_the_process(warm, tmp_path, monkeypatch):
     """It takes long to give back a GPU's memory; here a second thread stays, when the first has ended with a code."""
+    monkeypatch.setattr(worker_io, "_HAS_GPUS", True)
     body = """
         import ctypes, os, platform, stat, sys, threading, time
         def stay():
