@@ -13,10 +13,10 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 from elasticrt.clock import Clock
 from elasticrt.ipc import leash
+from elasticrt.ipc.proc import gpus
 
 COOL_DOWN_S = 10.0
 """From a failure to the first check: a driver takes some seconds to reset a GPU. Doubled with each failed check."""
@@ -118,8 +118,8 @@ class NodeCheck:
             output, _ = asking.communicate(timeout=GLANCE_S)
         except subprocess.TimeoutExpired:
             return f"no answer in {CHECK_S_MAX:g} s" if now - self._asked_at > CHECK_S_MAX else None
-        gpus = 0 if self._command else sum(each.name[6:].isdigit() for each in Path("/dev").glob("nvidia[0-9]*"))
-        return refusal(asking.returncode, output, gpus)
+        shown = 0 if self._command else gpus()
+        return refusal(asking.returncode, output, shown)
 
 
 def refusal(code: int, output: str, gpus: int) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.cli.slurm import Slurm, placed
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.proc import gpus
 from elasticrt.option_values import as_name, check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.settings import Command, LogOptions, Settings
@@ -176,7 +177,7 @@ def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
     if visible is not None:
         devices = len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
     else:
-        devices = len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
+        devices = gpus()
     if wanted == "gpu" and not devices:
         raise ConfigError(
             "no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number"

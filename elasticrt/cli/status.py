@@ -57,15 +57,13 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
             without_nodes = "nobody is here" if story is None or story.alive() else state(story)
             standing = story.standing(time.time()) if story is not None else ""
             show(run, without_nodes, waited_s=None if since is None else time.time() - since, standing=standing)
-    except ConfigError:
-        if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
+    except (ConfigError, StoreUnavailable) as error:
+        away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
+        if story is None or (options.etcd and not away):  # Where an etcd was named, it should know of the run.
             raise
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
-        return True
-    except StoreUnavailable as error:  # The run trains on without etcd, and its directory tells of it.
-        if story is None:
-            raise
-        write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
+        if not away:
+            return True
         if not arguments.watch:
             raise
         write(sys.stdout, plain(f"etcd does not answer: {error}\n"))

@@ -1,4 +1,4 @@
-"""Processes, as Linux shows them in /proc."""
+"""Processes and devices, as Linux shows them in /proc and /dev."""
 
 from __future__ import annotations
 
@@ -70,6 +70,11 @@ def start_of(pid: int) -> int:
     """When process `pid` started, as in `Stat`; 0 if it has ended."""
     found = stat(pid)
     return 0 if found is None or found.ended else found.start
+
+
+def gpus() -> int:
+    """How many GPUs of NVIDIA's this machine shows, by their device files: without a driver's library, or torch."""
+    return sum(each.name[6:].isdigit() for each in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def all_pids() -> list[int]:

@@ -22,7 +22,7 @@ from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Warm
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.proc import gpus, stat
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
@@ -37,7 +37,7 @@ _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_BYTES = 1 << 18
 _MESSAGES_PER_TURN = 64
-_HAS_GPUS = any(Path("/dev").glob("nvidia[0-9]*"))
+_HAS_GPUS = gpus() > 0
 
 
 @dataclass(frozen=True)
