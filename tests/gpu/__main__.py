@@ -58,6 +58,11 @@ def tasks(machine: Machine, device: str, workers: int, sizes: Sequence[float]) -
     ranks, no_nccl = _ranks_of_nccl(machine) if device == "cuda" else (0, "")
     if no_nccl:
         yield Row("kill, join, save, restore", "nccl, cuda", note=no_nccl, ok=None)
+    several = MULTI_RANK if len(machine.gpus) == 1 else None
+    if ranks:
+        yield "weights", f"nccl, cuda, {ranks} workers", 0, partial(rows.weights, "nccl", "cuda", ranks, several)
+    else:
+        yield "weights", f"gloo, {device}, {workers} workers", 0, partial(rows.weights, "gloo", device, workers)
     for size_mb, stall_mb in zip_longest(sizes, STALLS_MB):
         if stall_mb is not None:
             missing = _lacks(device, 2 * stall_mb, machine, rows.snapshot_needs_bytes(device, stall_mb))
@@ -73,7 +78,6 @@ def tasks(machine: Machine, device: str, workers: int, sizes: Sequence[float]) -
                 )
             )
         if size_mb is not None and ranks:
-            several = MULTI_RANK if len(machine.gpus) == 1 else None
             yield _sized(machine, "nccl", "cuda", ranks, size_mb, env=several)
         if size_mb is not None:
             yield _sized(machine, "gloo", device, workers, size_mb)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.station import ROOT, Failed, Mark, Station
+from tests.gpu.station import ROOT, START_S_MAX, Failed, Mark, Station
 
 STEPS_BETWEEN = 5
 """Steps that are made before something else is done."""
@@ -28,6 +28,12 @@ SPARE_BYTES = 3 << 30
 
 PROCESS_BYTES = 1 << 29
 """Of a process with torch in it, at the most."""
+
+KILLS = 3
+"""In the row that compares weights."""
+
+WEIGHTS_SPREAD = 1e-9
+"""Of sums in another order, in double precision."""
 
 FROZEN_SUM = 2 * 0.5
 """What a worker's sample of a frozen piece is: the first and the last number of it."""
@@ -120,7 +126,7 @@ def check(station: Station) -> None:
         raise Failed(f"step {missing[0]} is missing")
     for step, marks in by_step.items():
         spread = max(each.weights for each in marks) - min(each.weights for each in marks)
-        if not spread <= 1e-9 or math.isnan(spread):
+        if not spread <= WEIGHTS_SPREAD or math.isnan(spread):
             raise Failed(f"after step {step} weights differ by {spread:g}")
     if len(samples) != 1 or not next(iter(samples)) % FROZEN_SUM == 0.0 or min(samples) < 0:
         raise Failed(f"the frozen state has changed: {sorted(samples)}")
@@ -253,6 +259,35 @@ def _joined(here: Station, where: str, size_mb: float, peaks: Peaks) -> Row:
     seated_at = here.seat()
     gone_on_at = _gone_on(here)
     return Row("join", where, size_mb, {"pause": gone_on_at - last, **_parts(here, seated_at)}, peaks.note())
+
+
+def weights(backend: str, device: str, workers: int, env: dict[str, str] | None = None) -> list[Row]:
+    """Workers are killed and replaced, one after another; then the weights are those of one worker left alone."""
+    with station(backend, device, 0, env) as here:
+        here.begin(workers)
+        for _ in range(KILLS):
+            _pass(here)
+            lost = list(here.workers)[-1]
+            here.kill(lost)
+            here.seat()
+            _gone_on(here)
+            _pass(here)
+            here.start_beside(lost)
+            here.hold()
+            here.seat()
+            _gone_on(here)
+        _pass(here)
+        check(here)
+        disturbed = {mark.step: mark.weights for mark in here.marks()}
+    with station("gloo", device, 0) as undisturbed:
+        undisturbed.begin(1)
+        needed = max(disturbed)
+        undisturbed.until(lambda: any(mark.step >= needed for mark in undisturbed.marks()), START_S_MAX, "all steps")
+        alone = {mark.step: mark.weights for mark in undisturbed.marks()}
+    spread = max(abs(each - alone[step]) for step, each in disturbed.items())
+    where = f"{backend}, {device}, {workers} workers"
+    note = f"{KILLS} kills in {needed} steps: {spread:.1g} from {abs(alone[needed]):.3g} of an undisturbed run"
+    return [Row("weights", where, note=note, ok=spread <= WEIGHTS_SPREAD)]
 
 
 def alone(backend: str, device: str, env: dict[str, str] | None = None) -> list[Row]:
