@@ -210,6 +210,16 @@ IN_PLACE: list[Plan] = [
         generations_max=3,
     ),
     _living(
+        "too few are left, and one of them hangs before it has the state",
+        3,
+        Fault(0.0, "deaf_to", "n1", 3.0, "run/generation", on="n0.1 Publish"),
+        Fault(1.0, "worker_stuck", "n2", on="n2.1 Run"),
+        Fault(1.0, "crash", "n1", on="n1.1 Run"),
+        spec=spec_for(3, min_nodes=2),
+        doomed=("n1",),
+        stays=False,
+    ),
+    _living(
         "too few are left, and are told to leave while they wait",
         3,
         Fault(6.0, "crash", "n0"),
