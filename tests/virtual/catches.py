@@ -143,6 +143,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L9",
         "too few are left, and wait with their state for one that sets up",
     ),
+    "who dies before all have met is found by its lease": (
+        "L1",
+        "the leader is killed while all workers start, and its lease is long",
+    ),
     "who hangs before it has the state is waited for": (
         "L1",
         "too few are left, and one of them hangs before it has the state",
