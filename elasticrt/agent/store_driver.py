@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elasticrt.clock import Clock
-from elasticrt.errors import StoreError
+from elasticrt.errors import EXIT_TERMINATED, StoreError
 from elasticrt.rendezvous.requests import (
     AskOwner,
     Conversation,
@@ -25,6 +25,12 @@ from elasticrt.store.protocol import Changes, Lease, Resync, Store, Watch
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class ToldToLeaveError(StoreError):
+    """Nobody has to act: a signal has ended the wait for etcd."""
+
+    exit_code = EXIT_TERMINATED
 
 
 class StoreDriver:
@@ -99,6 +105,6 @@ class StoreDriver:
                 return self._probe(member.address, member.probe_port, member.incarnation)
             case Pause(seconds) if seconds:
                 if self._told_to_leave():
-                    raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
+                    raise ToldToLeaveError("told to leave before the run was joined (signal). Nothing has been started")
                 self._clock.sleep(seconds)
         return None

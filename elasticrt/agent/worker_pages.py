@@ -63,21 +63,25 @@ class WorkerPages:
         return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") == 1)
 
     def unmet_since(self, state: GroupState, now: float) -> float | None:
-        """Since when workers in new seats have been waiting too long for their first step there; None: they have not.
+        """Since when workers have been waiting too long for the others of their generation; None: they have not.
 
-        A node that dies after it got its seat, and before the workers meet, breaks no connection: the others wait for
-        it. `now` and the answer are seconds of the monotonic clock.
+        A node that dies before all have met (in new seats: before the first step there) breaks no connection: the
+        others wait for it. Or it takes long to set up; so the answer is a later one each time the wait has doubled.
+        `now` and the answer are seconds of the monotonic clock.
         """
-        if state.generation is None or not state.generation.in_place:
+        generation, pages = state.generation, self.of(state)
+        if generation is None:
             return None
-        waits = state.generation.waits  # Then no step comes, but a state.
-        begun = [
-            page.init_at_ns
-            for page in self.of(state)
-            if not (page.restored_at_ns > page.init_at_ns if waits else page.step_at_ns)
-        ]
-        at = min((at for at in begun if at >= state.seated_ns), default=math.inf) / 1e9 + STANDING_IN_PLACE_S
-        return at if now >= at else None
+        if not generation.in_place:
+            begun = [page.begun_at_ns or page.init_at_ns for page in pages if not (page.joined_at_ns or page.beats)]
+        elif generation.waits:  # Then no step comes, but a state.
+            begun = [page.init_at_ns for page in pages if page.restored_at_ns <= page.init_at_ns]
+        else:
+            begun = [page.init_at_ns for page in pages if not page.step_at_ns]
+        waited_s = now - min((at for at in begun if at >= max(1, state.seated_ns)), default=math.inf) / 1e9
+        if waited_s < STANDING_IN_PLACE_S:
+            return None
+        return now - waited_s + STANDING_IN_PLACE_S * 2.0 ** int(math.log2(waited_s / STANDING_IN_PLACE_S))
 
     def step_of(self, local_rank: int, generation: int) -> int:
         """The last step that a worker has finished in `generation`; 0 for none."""

@@ -11,6 +11,7 @@ from typing import Literal
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
+from elasticrt.ipc.time_bounds import SEATED_S_MAX
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
@@ -293,11 +294,14 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
         return None
-    enough = len(startable(view)) >= spec.min_nodes
-    if enough and view.generation is not None:
-        # Their workers wait with the state that they have, for those that set up beside them; but not for ever.
+    can = startable(view)
+    if len(can) >= spec.min_nodes and view.generation is not None:
+        # Their workers wait with the state that they have, for those that set up beside them; but not for ever. Who is
+        # in this generation and has none yet is not waited for: without their group its workers end, or hang.
         troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
         until = min(troubles, default=view.generation.since) + spec.join_timeout_s
+        if sum(bool(each.record.ready) or each.record.generation != view.number for each in can) < spec.min_nodes:
+            until = max(troubles, default=view.generation.since) + SEATED_S_MAX
         return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None
     if view.short_since is None:
         return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")

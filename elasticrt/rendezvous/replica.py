@@ -80,6 +80,9 @@ class Replica:
                     self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), now)
                 else:
                     found = yield from self.fold_range(range_)
+                    if not found.keys and range_.startswith(self.keys.rosters):
+                        # It went with its generation, perhaps, and the watch is late: a seat in the next one counts.
+                        yield from self.fold_range(self.keys.generation)
             if wanted == (self.keys.members,) and not found.keys:
                 return  # No member is registered, not even this one: the view can't be complete.
         else:

@@ -143,6 +143,14 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L9",
         "too few are left, and wait with their state for one that sets up",
     ),
+    "who dies before all have met is found by its lease": (
+        "L1",
+        "the leader is killed while all workers start, and its lease is long",
+    ),
+    "who hangs before it has the state is waited for": (
+        "L1",
+        "too few are left, and one of them hangs before it has the state",
+    ),
     "who does not come back from the cut is waited for": ("L1", "a survivor does not come back from the cut"),
     "a node none of whose workers came along runs them": ("L4", "all workers of the node that leads are killed"),
     "one lost worker ends all of its node": ("L9", "the run ends while a replacement sets up"),

@@ -166,6 +166,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if isinstance(short, Wait)", "if False"),),
     "below min-nodes survivors that drain are left out": ((_LED, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
+    "who dies before all have met is found by its lease": (
+        (_A + "worker_pages", "WorkerPages.unmet_since", "if waited_s < STANDING_IN_PLACE_S:", "if True:"),
+    ),
+    "who hangs before it has the state is waited for": ((_LED, "too_few", "+ SEATED_S_MAX", "+ spec.join_timeout_s"),),
     "who does not come back from the cut is waited for": (
         (_A + "supervisor", "Supervisor._go_on", "self._late_at = self._clock.monotonic() + LATE_S", "self._late_at = None"),
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elasticrt.checkpoint.state_transfer import Plan, Standing, plan
 from tests.virtual import disks
 from tests.virtual.copies import Trained
-from tests.virtual.engine import require
+from tests.virtual.engine import nanoseconds, require
 from tests.virtual.living import Worker
 from tests.virtual.workers import POLL_S
 
@@ -72,6 +72,8 @@ class ProcessGroup:
             return
         self.formed = True
         workers = [self.members[rank] for rank in sorted(self.members)]
+        for worker in workers:
+            worker.page.joined_at_ns = nanoseconds(worker.process.clock())
         if self.in_place:
             for worker in workers:
                 worker.page.in_place = 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
+from elasticrt.errors import EXIT_CHECKPOINT, EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.spec import RunSpec, resized
@@ -275,6 +275,9 @@ class Simulator:
         others = any(each is not None and resized(process.spec, each.spec) != each.spec for each in stored)
         if others or process.attempt != self.invariants.attempt():
             allowed = allowed or process.code == EXIT_DUPLICATE
+        if process.code == EXIT_CHECKPOINT:  # It left without a handover, and has made steps that nobody has saved.
+            saved = max((self.written[nonce].reached for nonce in self.committed), default=0)
+            allowed = allowed or process.group.furthest() > saved
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):
             self.engine.after(2.0, self.spawn, process.name)

@@ -209,6 +209,28 @@ IN_PLACE: list[Plan] = [
         setup_s=4.0,
         generations_max=3,
     ),
+    *(
+        _living(
+            f"{who} is killed while all workers start, and its lease is long",
+            3,
+            Fault(0.02, "worker_stuck", node, on=f"{node}.1 Run"),
+            Fault(0.03, "crash", node, on=f"{node}.1 Run"),
+            spec=spec_for(3, lease_ttl_s=200.0),
+            doomed=(node,),
+            stays=False,
+        )
+        for who, node in (("the leader", "n0"), ("a node", "n2"))
+    ),
+    _living(
+        "too few are left, and one of them hangs before it has the state",
+        3,
+        Fault(0.0, "deaf_to", "n1", 3.0, "run/generation", on="n0.1 Publish"),
+        Fault(1.0, "worker_stuck", "n2", on="n2.1 Run"),
+        Fault(1.0, "crash", "n1", on="n1.1 Run"),
+        spec=spec_for(3, min_nodes=2),
+        doomed=("n1",),
+        stays=False,
+    ),
     _living(
         "too few are left, and are told to leave while they wait",
         3,

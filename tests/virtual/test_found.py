@@ -36,6 +36,25 @@ def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
     check_ranks(world, 2, ["n0", "n2"])
 
 
+def test_a_generation_that_is_over_before_a_member_reads_its_roster_leaves_nobody_out() -> None:
+    """L7: the next generation has taken the roster away, and has a seat for who heard of the former one only now."""
+    world = running(4)
+    slow = world.members.pop("n3")
+    for name in ("n1", "n2"):
+        world.members[name].me = told_to_leave(world.members[name])
+        world.settle()
+    while slow.view.number < 2:
+        slow.member.handle(slow.notices.popleft(), world.now)
+    late = list(slow.notices)
+    slow.notices.clear()
+    slow.step()
+    world.members["n3"] = slow
+    slow.notices.extendleft(reversed(late))
+    world.settle()
+    assert slow.life == 0
+    check_ranks(world, 3, ["n0", "n3"])
+
+
 def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     """L1: a read that finds another creation of the oldest key asks who is oldest; else each waits for the other."""
     world = running(2)

@@ -281,6 +281,11 @@ class VirtualGroup:
         self.process.sim.engine.after(self.process.sim.living.uniform(0.0, 0.02), worker.seat_comes, env)
         return True
 
+    def furthest(self) -> int:
+        """The newest step that any of its workers has finished."""
+        pages = [page for group in self.groups.values() for page in group.pages]
+        return max((page.step for page in (*pages, *(each.page for each in self.workers + self.dead))), default=0)
+
     def _of(self, generation: int | None) -> list[Worker]:
         wanted = self._newest if generation is None else generation
         return [worker for worker in self.workers if worker.generation == wanted]

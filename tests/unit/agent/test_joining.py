@@ -14,7 +14,7 @@ import pytest
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import Meeting
-from elasticrt.agent.store_driver import StoreDriver
+from elasticrt.agent.store_driver import StoreDriver, ToldToLeaveError
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.member import Member
@@ -143,5 +143,5 @@ def test_no_answer_for_long_enough() -> None:
 
     with pytest.raises(StoreError, match=r"etcd has not answered for 0 s .--etcd.: got this client"):
         StoreDriver(store, print, time).run(ride_out(ask, 0.0, print))
-    with pytest.raises(StoreError, match="told to leave before the run was joined"):
+    with pytest.raises(ToldToLeaveError, match="told to leave before the run was joined"):
         StoreDriver(store, print, time, told_to_leave=lambda: True).run(ride_out(ask, 600.0, print))
