@@ -285,6 +285,21 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on.
+
+    Attributes:
+        step: the step that it would hold.
+        generation: the generation.
+        reason: what was found.
+    """
+
+    step: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Copied:
     """The agent keeps a copy of the state in memory.
 
@@ -506,6 +521,7 @@ Event = (
     | Step
     | Progress
     | Committed
+    | Unsaved
     | Copied
     | CopyDamaged
     | Ready

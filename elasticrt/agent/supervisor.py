@@ -26,8 +26,17 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
-from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, FOUND_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, PLACES_S, SEATED_S_MAX
+from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Unsaved, Warm
+from elasticrt.ipc.time_bounds import (
+    EXIT_HOOKS_S,
+    FOUND_S,
+    HOLD_SEEN_S,
+    LATE_S,
+    PARENT_END_S,
+    PLACES_S,
+    SEATED_S_MAX,
+    SEATED_WAITING_S_MAX,
+)
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
@@ -191,14 +200,17 @@ class Supervisor:
         self.progress.look(self._state.number, now)
         self._end_unseated(now)
         self._start_missing(now)
-        held = bool(self._state.holding) or self._waits
-        self.hangs.look(now, self.pages.of(self._state), held=held)
+        pages, state = self.pages.of(self._state), self._state
+        # Until all have come to the agreed step it is expected of them, and a hang keeps them from it.
+        held = self._waits or (bool(state.holding) and all(page.step >= state.going for page in pages))
+        self.hangs.look(now, pages, held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
+            number = self._state.number
             if not held:
-                pages, number = self.pages.of(self._state), self._state.number
-                self.hangs.look_closer(now, pages, self.group, number, ask_s=self._ask_s)
-            self.hangs.ask_if_stalled(now, self.group, self._state.number)
+                self.hangs.look_closer(now, self.pages.of(self._state), self.group, number, ask_s=self._ask_s)
+            if not self._state.holding:
+                self.hangs.ask_if_stalled(now, self.group, number)
         self._look_for_laggards(now, elsewhere)
         self.hangs.look_at_waits(now, self._state.ranks, self.pages.of(self._state))
 
@@ -220,13 +232,13 @@ class Supervisor:
         state = self._state
         if self._late_at is None or now < self._late_at:
             return
-        age_s = now - state.seated_ns / 1e9
-        self._late_at = None if age_s >= SEATED_S_MAX else now + SEATED_S_MAX - age_s
+        age_s, limit_s = now - state.seated_ns / 1e9, SEATED_WAITING_S_MAX if self._waits else SEATED_S_MAX
+        self._late_at = None if age_s >= limit_s else now + limit_s - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank)]
         if late and self._late_at is not None:
             self.hangs.ask(self.group, Stacks("late", state.number, 0, age_s, False), late)
         elif late and state.seat is not None:
-            text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
+            text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {limit_s:g} s"
             self._say(f"{text}: they are ended")
             self._give_up(state.number, late)
             self._fail_in_place(state.seat, text)
@@ -550,6 +562,8 @@ class Supervisor:
                 self._left(left, event)
             case Step() as step if self._is_current(event):
                 self._stepped(event, step)
+            case Unsaved() as missed:
+                self._events.write(events.Unsaved(missed.step, event.generation, missed.reason))
             case Damaged() as found if self._is_current(event):
                 # No generation may resume from this copy again: the next takes another node's copy, or the head.
                 self.seating.memory.forget()

@@ -37,13 +37,16 @@ from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
-from elasticrt.ipc.messages import TAKEN
-from elasticrt.text import packed
+from elasticrt.ipc.messages import OVER, TAKEN, Unsaved
+from elasticrt.text import cut, packed
 
 _log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
 """A save that takes longer than this is stuck in the file system: a wait for it ends with a warning."""
+
+UNSAVED_MAX_BYTES = 400
+"""What an agent tells of a save that has failed."""
 
 
 class Checkpointer:
@@ -214,6 +217,9 @@ class Checkpointer:
         return 0 if self._head.worker is None else self._head.worker.generation
 
     def _missed(self, kind: type[Exception], step: int, generation: int, why: str | Exception) -> None:
+        agent = agent_client.agent_link()
+        if agent is not None and not str(why).endswith(OVER):
+            agent.say(Unsaved(step, cut(str(why), UNSAVED_MAX_BYTES)))
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
             goes_on = "from the newest checkpoint that is left"

@@ -34,6 +34,9 @@ TAKEN = "taken: "
 ERRNO = "errno"
 """The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
 
+OVER = " is over"
+"""At the end of the refusal of a save whose generation has been followed by another, which repeats it."""
+
 UNSURE = "unsure: "
 """How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""
 
@@ -211,6 +214,14 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """The checkpoint of `step` could not be saved, for this `reason`."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Damaged:
     """The copy of `step` in this node's memory is damaged: this worker fails, and no other may use the copy.
 
@@ -254,7 +265,7 @@ class Look:
 
 Request = Save | Own | Claim | Built
 FromParent = Warm | Started | Exited
-FromWorker = Step | Copied | Damaged | Left | Done | Request
+FromWorker = Step | Copied | Unsaved | Damaged | Left | Done | Request
 Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}

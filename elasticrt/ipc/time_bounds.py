@@ -57,6 +57,9 @@ step was expected of it, and it was neither meeting others nor sharing their sta
 SEATED_S_MAX = 10.0
 """After this time such a worker is ended, and the others go on without it."""
 
+SEATED_WAITING_S_MAX = 5.0
+"""The same where the others make no step but save: nodes that leave do not wait for long."""
+
 START_S_MAX = 60.0
 """How long newcomers wait for a generation's first step, if the script is known to have a Loop."""
 

@@ -48,6 +48,7 @@ from elasticrt.rendezvous.decision import (
     Wait,
 )
 from elasticrt.rendezvous.leader_context import (
+    LEAVE_S_MAX,
     LeaderContext,
     candidates,
     cause_of,
@@ -58,13 +59,14 @@ from elasticrt.rendezvous.leader_context import (
     publish,
     re_form,
     returned,
+    saving,
     settled_at,
     startable,
     text_of,
     too_few,
     unavailable,
 )
-from elasticrt.rendezvous.reconfiguration import LEAVE_S_MAX, handing_over, planned
+from elasticrt.rendezvous.reconfiguration import handing_over, planned
 from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
@@ -318,6 +320,8 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
     """Nodes are lost: the others re-form. That costs no restart."""
     if len(lost) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
+    if (wait := saving(led, lost)) is not None:
+        return wait
     gone = {seat.node: how_gone(led.view, seat) for seat in lost}
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
     return re_form(led, "lost", ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -26,6 +26,12 @@ from elasticrt.rendezvous.seats import seat_order, seats_for
 from elasticrt.rendezvous.view import Stored, Verdict, View
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut
+
+LEAVE_S_MAX = 60.0
+"""From "go" to the last "held": a step, the copy, or a checkpoint. A step that takes longer ends in a re-form."""
+
+STANDS_S_MAX = 2.0
+"""The same, from when the steps have stood still for longer than usual: then only the open step is given up."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +225,32 @@ def re_form(
     if isinstance(short, Wait) and len(startable(led.view)) < led.spec.min_nodes and go_on(led.view, left):
         return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
     return short
+
+
+def left_until(led: LeaderContext) -> float:
+    """How long to wait for those that leave after an agreed step, or hold the state in a generation that waits."""
+    asked = led.view.handover
+    if asked is None or not asked.record.step:
+        return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
+    told_at = asked.since + LEAVE_S_MAX
+    if asked.record.save and led.in_place and led.standing_since is not None and led.generation.world_size > 1:
+        # The open step will not end: those that come out of it save the newest one that has.
+        return min(told_at, led.standing_since + STANDS_S_MAX)
+    return told_at
+
+
+def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:
+    """Rank 0 still saves what the `lost`, who have left in order, need not wait for: another generation would end that.
+
+    None: it does not.
+    """
+    asked, first, until = led.view.handover, led.seats[:1], left_until(led)
+    saves = led.generation.waits or (asked is not None and asked.record.save)
+    left = led.failed_since is None and all(led.said(seat, "left") for seat in lost)
+    done = any(seat in lost or led.said(seat, "held") for seat in first)
+    if not (saves and left) or done or led.now >= until:
+        return None
+    return Wait(f"{list_names(seat.node for seat in first)} saves the agreed step", until)
 
 
 def how_gone(view: View, seat: Seat) -> str:

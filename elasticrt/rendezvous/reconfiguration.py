@@ -25,6 +25,7 @@ from elasticrt.rendezvous.leader_context import (
     LeaderContext,
     candidates,
     go_on,
+    left_until,
     list_names,
     publish,
     re_form,
@@ -38,9 +39,6 @@ JOIN_COST_FACTOR = 20
 
 HOLD_S_MAX = 2.0
 """Agents answer a "hold" at once, whatever their workers do."""
-
-LEAVE_S_MAX = 60.0
-"""From "go" to the last "held": a step, the copy, or a checkpoint. A step that takes longer ends in a re-form."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def planned(led: LeaderContext) -> Decision:
         return Ask(f"{wish.cause}: hold", HandoverRecord(generation=led.generation.number, cause=wish.cause))
     if not asked.record.step:
         return _after_hold(led, wish, asked.create_revision, asked.since)
-    missing = [seat for seat in led.seats if not led.said(seat, "held")]
-    told_at = asked.since + LEAVE_S_MAX
+    missing, told_at = [seat for seat in led.seats if not led.said(seat, "held")], left_until(led)
     if missing and led.now < told_at:
         return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
     if wish.save and not asked.record.save:
@@ -147,7 +144,7 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     if draining:
         others = candidates(led.view)
         enough = len(others) >= led.spec.min_nodes and (not led.in_place or go_on(led.view, others))
-        if led.me.starting and not enough:
+        if led.me.starting and led.standing_since is None and not enough:
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
         return Reconfiguration("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
     if len(led.seats) < led.spec.min_nodes and led.in_place and not led.me.starting:

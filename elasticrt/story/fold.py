@@ -219,6 +219,7 @@ class Story:
         points: steps with scalars, and when they were reported; thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
         checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
+        unsaved: the newest checkpoint, if it could not be saved.
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
@@ -243,6 +244,7 @@ class Story:
         self.checkpoint = self.checkpoints = 0
         self.checkpoint_at: float | None = None
         self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
+        self.unsaved: events.Unsaved | None = None
         self.samples = 0
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
@@ -330,12 +332,9 @@ class Story:
             case events.WorkerEnded() if event.failure and not event.collateral:
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
             case events.Committed():
-                if event.generation in self._courses:
-                    self._courses[event.generation].saved = True
-                if event.step >= self.checkpoint:
-                    self.checkpoint, self.checkpoint_at = event.step, at
-                self.checkpoints += 1
-                self.saves.add((at, event))
+                self._committed(event, at)
+            case events.Unsaved():
+                self.unsaved = event
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
                 self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
@@ -466,6 +465,14 @@ class Story:
         self.epoch, self.scalars = event.epoch, event.scalars
         if event.scalars and not (self.points and self.points[-1][1].scalars == event.scalars):
             self.points.add((at, event))
+
+    def _committed(self, event: events.Committed, at: float) -> None:
+        if event.generation in self._courses:
+            self._courses[event.generation].saved = True
+        if event.step >= self.checkpoint:
+            self.checkpoint, self.checkpoint_at = event.step, at
+        self.checkpoints, self.unsaved = self.checkpoints + 1, None
+        self.saves.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
         blamed = self.stand.culprit if self.stand is not None else None

@@ -11,7 +11,7 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import slow
+from elasticrt.story.sentences import slow, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -95,7 +95,8 @@ def paces(story: Story) -> str:
         text += f", {(steps - 1) / took_s:.1f} steps/s"
     if story.scalars:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
-    return text + (f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint")
+    text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint"
+    return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 
 
 def is_uncounted(story: Story) -> bool:
@@ -171,6 +172,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "epoch": story.epoch,
         "scalars": dict(story.scalars),
         "checkpoint": story.checkpoint,
+        "unsaved": None if story.unsaved is None else vars(story.unsaved),
         "goodput": story.goodput(now),
         "seconds": totals(story.spans(now)),
         "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},

@@ -67,6 +67,11 @@ def slow(event: events.Straggler) -> str:
     return slow_node(event.slow, event.own_s, event.others_s)
 
 
+def unsaved(event: events.Unsaved) -> str:
+    """`step 60 could not be saved: No space left on device`."""
+    return f"step {event.step:,} could not be saved: {event.reason}"
+
+
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, in words before its number."""
     if story.waits_since is not None:
@@ -75,8 +80,9 @@ def doing(story: Story) -> str:
 
 
 def trouble(story: Story, now: float) -> str:
-    """What keeps the nodes of a run that goes on from their pace at `now`; "" where nothing is known to."""
-    return story.standing(now) or (slow(story.slow) if story.slow is not None else "")
+    """What keeps a run that goes on from its pace, or from being saved, at `now`; "" where nothing is known to."""
+    found = story.standing(now) or (slow(story.slow) if story.slow is not None else "")
+    return found or (unsaved(story.unsaved) if story.unsaved is not None else "")
 
 
 def ending(result: events.Result) -> str:

@@ -329,7 +329,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a newcomer comes while a worker has ended well",
     ),
     "_wish without: draining": ("L2", "a node drains, and nothing is lost"),
-    "_wish without: led.me.starting and (not enough)": (
+    "_wish without: led.me.starting and led.standing_since is None and (not enough)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
     ),

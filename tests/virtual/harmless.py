@@ -67,6 +67,10 @@ HARMLESS: dict[str, str] = {
         "harmless because the leader then comes back as the youngest and the other node leads: the same pause, "
         "another survivor. The rule keeps the run where rank 0 and its state are."
     ),
+    "_after_loss without: (wait := saving(led, lost)) is not None": (
+        "harmless because rank 0 then saves the same step once more in the generation that follows. The rule spares "
+        "nodes that leave the time of a second checkpoint, which they may not have."
+    ),
     "handing_over without: me.running != view.number": (
         "harmless because an agent without workers of this generation then holds nobody, and its next generation "
         "begins with nothing held. The rule spares torchrun's plug-in a report on a generation that it has no part in."

@@ -255,6 +255,20 @@ IN_PLACE: list[Plan] = [
         stays=False,
     ),
     _living(
+        "all are told to leave while one hangs",
+        3,
+        Fault(6.0, "worker_stuck", "n1"),
+        *(Fault(10.0, "leave", name) for name in ("n0", "n1", "n2")),
+        stays=False,
+    ),
+    _living(
+        "all are told to leave while rank 0 hangs",
+        3,
+        Fault(6.0, "worker_stuck", "n0"),
+        *(Fault(10.0, "leave", name) for name in ("n0", "n1", "n2")),
+        stays=False,
+    ),
+    _living(
         "too few are left, and one of them is lost while they wait",
         4,
         Fault(6.0, "crash", "n0"),

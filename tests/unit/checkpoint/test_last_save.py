@@ -19,7 +19,7 @@ import torch
 from elasticrt import Checkpointer, CheckpointError, Loop
 from elasticrt.checkpoint import commits
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import ERRNO, UNSURE, Message, Own, Reply, Save
+from elasticrt.ipc.messages import ERRNO, UNSURE, Message, Own, Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
 
 
@@ -114,6 +114,8 @@ def test_a_disk_that_is_full_at_a_restart(
     kinds = [type(message) for message in agent.messages if isinstance(message, Save) or getattr(message, "take", 0)]
     assert kinds == [Own, Own, Own, Own, Save, Save]  # The last step, and the end of its epoch.
     assert caplog.text.count(os.strerror(error)) == 3
+    told = [(each.step, os.strerror(error) in each.reason) for each in agent.of(Unsaved)]
+    assert told == [(4, True), (5, True)]
     assert agent.of(Save)[-1].commit["step"] == 6
 
 

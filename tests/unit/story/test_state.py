@@ -59,6 +59,15 @@ def test_a_run_whose_nodes_have_all_been_told_to_leave_was_stopped(entries: list
     assert state(story([*entries, *lost])) == words
 
 
+def test_a_save_that_failed_is_told_of_until_one_succeeds() -> None:
+    """The report and the object for programs name the step and the reason; the next checkpoint ends that."""
+    missed: Entry = (6.0, "a", events.Unsaved(9, 1, "No space left on device"))
+    told = story([*SAVED, missed])
+    assert "newest checkpoint: step 3; step 9 could not be saved: No space left on device" in "\n".join(report(told))
+    assert as_object(told)["unsaved"] == {"step": 9, "generation": 1, "reason": "No space left on device"}
+    assert as_object(story([*SAVED, missed, (7.0, "a", events.Committed(12, 1))]))["unsaved"] is None
+
+
 def test_a_run_that_failed_was_not_stopped() -> None:
     """One of its agents has another code."""
     entries: list[Entry] = [*SAVED, (6.0, "a", events.AgentStopped(143)), (6.0, "b", events.AgentStopped(4))]
