@@ -491,15 +491,16 @@ class Story:
 
     def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
         """Steps stand still."""
-        course = self._courses.get(event.generation)
-        if course is None:
+        course, chapter = self._courses.get(event.generation), self._numbers.get(event.generation)
+        if course is None or chapter is None:
             return
+        first = chapter.stepped_at is None  # Of a Loop: in other scripts only a step shows that one is expected.
         if isinstance(event, events.Culprit):
-            course.stood(event.step, at - event.age_s, at, event)
+            course.stood(event.step, at - event.age_s, at, event, first=first)
             if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
                 self.stands.append((at, event))
         else:
-            course.stood(event.step, at - event.age_s, at)
+            course.stood(event.step, at - event.age_s, at, first=first)
             course.hung = course.hung or ((at, event) if event.final else None)
         if course.hung is not None and course.hung[1].stacks:  # Else the end of its worker tells of it.
             self._count_hang(*course.hung, course.blamed)

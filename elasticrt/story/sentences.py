@@ -102,9 +102,11 @@ def now_at(
         least, most = story.min_nodes, story.max_nodes
         room = f" ({least} to {most})" if least != most else ""
         parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
-    if step:
-        parts += [f"step {step:,}", *([f"{speed:.1f} steps/s"] if speed is not None else [])]
-        parts.append(f"epoch {story.epoch}")
+    if story.stand is not None:
+        parts.append(story.standing(now))
+    elif step:
+        pace = f"{speed:.1f} steps/s" if speed else f"no step for {lasted(now - story.last_step_at)}"
+        parts += [f"step {step:,}", *([pace] if speed is not None else []), f"epoch {story.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
