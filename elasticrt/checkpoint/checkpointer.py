@@ -37,7 +37,7 @@ from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
-from elasticrt.ipc.messages import TAKEN
+from elasticrt.ipc.messages import OVER, TAKEN
 from elasticrt.text import packed
 
 _log = logging.getLogger(__name__)
@@ -286,8 +286,9 @@ class Checkpointer:
         if refusal:
             if refusal.startswith(TAKEN):
                 raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
-            _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
-            self._missed(RuntimeError, step, draft.commit.generation, refusal)
+            level, why = logging.INFO if refusal.startswith(OVER) else logging.WARNING, refusal.removeprefix(OVER)
+            _log.log(level, "the checkpoint of step %d was not committed: %s", step, why)
+            self._missed(RuntimeError, step, draft.commit.generation, why)
             return
         _unsaved.pop(self._directory.path, None)
         try:

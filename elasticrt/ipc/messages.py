@@ -34,6 +34,9 @@ TAKEN = "taken: "
 ERRNO = "errno"
 """The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
 
+OVER = "over: "
+"""How it begins where the generation of a save is over: whoever has that state in the next one saves it again."""
+
 UNSURE = "unsure: "
 """How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""
 

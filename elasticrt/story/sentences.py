@@ -67,6 +67,12 @@ def slow(event: events.Straggler) -> str:
     return slow_node(event.slow, event.own_s, event.others_s)
 
 
+def etcd_away(story: Story, now: float) -> str:
+    """`etcd has not answered for 12 s: nothing is committed or agreed`; "" where it answers."""
+    since = story.away_since()
+    return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
+
+
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, in words before its number."""
     if story.waits_since is not None:
