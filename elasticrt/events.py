@@ -458,6 +458,30 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class EtcdAway:
+    """Etcd does not answer this agent: workers train on, nothing is committed or agreed.
+
+    Attributes:
+        problem: what a request has got in place of an answer.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class EtcdBack:
+    """Etcd answers this agent again.
+
+    Attributes:
+        away_s: seconds in which it did not.
+        fresh: whether it is another one, which knows nothing: the one that the agents had started has died.
+    """
+
+    away_s: float
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
 class Failure:
     """The report of a run that has failed.
 
@@ -532,6 +556,8 @@ Event = (
     | Paused
     | Culprit
     | Straggler
+    | EtcdAway
+    | EtcdBack
     | Failure
     | Result
     | AgentStopped

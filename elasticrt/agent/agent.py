@@ -109,6 +109,7 @@ class Agent(Side):
         self.drain_until: float | None = None
         self.alone_at: float | None = None
         self.hurry = False
+        self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
         self.spared: set[str] = set()  # Nodes that were drained for being slow.
         self.last_signal = signal.SIGTERM
         self._signals = 0
@@ -234,6 +235,7 @@ class Agent(Side):
     def decided(self, decision: Decision) -> None:
         """See `Side`. Notes what the health port answers from now on."""
         self._decision = decision
+        self._note_etcd()
         if isinstance(decision, Adopt):
             self.console.events.write(events.Resized(decision.spec.min_nodes, decision.spec.max_nodes))
         if self.health is None:
@@ -249,6 +251,17 @@ class Agent(Side):
             step=self.node.progress.step(),
             answer_s=self.loop.session.answer_s,
         )
+
+    def _note_etcd(self, *, fresh: bool = False) -> None:
+        """Write that etcd does not answer, or does again; `fresh`: another one, in place of one that has died."""
+        outage, since = self.member.outage, self.away_since
+        if fresh or (since is not None and not outage.problem):
+            since, now = since if since is not None else outage.since, self.clock.monotonic()
+            self.console.events.write(events.EtcdBack(round(now - since, 1) if since is not None else 0.0, fresh))
+            self.away_since = None
+        elif since is None and outage.problem:
+            self.console.events.write(events.EtcdAway(outage.problem))
+            self.away_since = outage.since
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""
@@ -398,6 +411,7 @@ class Agent(Side):
         )
         self.node.kill()
         self.membership.open_fresh(self.member)
+        self._note_etcd(fresh=True)
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
 
     def published(self, decision: Publish, before: View) -> None:

@@ -42,7 +42,7 @@ class Metrics:
         self._saved: events.Committed | None = None
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
-        self._now = 0.0
+        self._now = self._told_at = 0.0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -61,8 +61,9 @@ class Metrics:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
         self._noted, self._now = noted, now
         for life in self._story.lives[-1:]:  # An agent has one.
+            self._told_at = life.begin - life.started_at + now
             if life.code is None:
-                life.spans.count_on(life.begin - life.started_at + now)
+                life.spans.count_on(self._told_at)
                 self._spent.update(life.spans.painted())
         return generate_latest(self._registry)
 
@@ -105,6 +106,8 @@ class Metrics:
             own_work.add_metric([str(rank)], known[-1][1])
         yield own_work
         yield _recoveries(story)
+        away_s = sum(end - begin for begin, end in story.times_without_etcd(self._told_at))
+        yield _counter("etcd_unanswered_seconds", "How long etcd did not answer this node, in all.", "", {"": away_s})
         redone = sum(chapter.redone or 0 for chapter in story.chapters)
         failed = sum(not each.hang or each.node == node for each in story.troubles)  # All nodes tell of a hang.
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})

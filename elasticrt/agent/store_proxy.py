@@ -137,12 +137,12 @@ class StoreRequests:
         _, known = self._head()
         if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
-        return Reply(request.request, False, f"generation {asked.generation}{OVER}")
+        return Reply(request.request, False, f"{OVER}generation {asked.generation} is over")
 
     def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> str:
         """Why `head` must not replace `known`, the head as it was read; "" when it may."""
         if head.generation != asked.generation:  # The worker has got another seat since it began to save.
-            return f"generation {head.generation}{OVER}"
+            return f"{OVER}generation {head.generation} is over"
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:

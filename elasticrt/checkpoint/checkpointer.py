@@ -216,9 +216,12 @@ class Checkpointer:
     def _generation(self) -> int:
         return 0 if self._head.worker is None else self._head.worker.generation
 
-    def _missed(self, kind: type[Exception], step: int, generation: int, why: str | Exception) -> None:
+    def _missed(
+        self, kind: type[Exception], step: int, generation: int, why: str | Exception, *, repeated: bool = False
+    ) -> None:
+        """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it."""
         agent = agent_client.agent_link()
-        if agent is not None and not str(why).endswith(OVER):
+        if agent is not None and not repeated:
             agent.say(Unsaved(step, cut(str(why), UNSAVED_MAX_BYTES)))
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
@@ -292,8 +295,9 @@ class Checkpointer:
         if refusal:
             if refusal.startswith(TAKEN):
                 raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
-            _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
-            self._missed(RuntimeError, step, draft.commit.generation, refusal)
+            level, why = logging.INFO if refusal.startswith(OVER) else logging.WARNING, refusal.removeprefix(OVER)
+            _log.log(level, "the checkpoint of step %d was not committed: %s", step, why)
+            self._missed(RuntimeError, step, draft.commit.generation, why, repeated=level == logging.INFO)
             return
         _unsaved.pop(self._directory.path, None)
         try:

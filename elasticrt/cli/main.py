@@ -25,12 +25,36 @@ DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has examples of each command."
 
 
+_MISTAKES = (
+    (r"the following arguments are required: (?P<name>.*)", "something is missing", "{name}"),
+    (r"argument (?P<name>[^ /:]+)\S*: expected one argument", "an option without its value", "{name} {value}"),
+    (r"argument (?P<name>[^ /:]+)\S*: ignored explicit argument '(?P<got>.*)'", "an option without a value", "{name}"),
+    (
+        r"argument (?P<name>\S+): invalid choice: '(?P<got>.*?)'.* \(choose from (?P<all>.*)\)",
+        "no such {name}",
+        "{all}",
+    ),
+    (r"unrecognized arguments: (?P<got>.*)", "not understood", "{usage}"),
+)
+"""What argparse says of a mistake, what we say that it is, and what was expected."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors look like all others: one line with a suggestion, exit code 2."""
 
+    _inside = False
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but unknown options are an error of the command that they were given to."""
-        namespace, unknown = super().parse_known_args(args, namespace)
+        """As argparse's, but options may stand anywhere, and unknown ones are an error of the command given them."""
+        if self._inside:  # Called by argparse, from here.
+            return super().parse_known_args(args, namespace)
+        takes_rest = any(each.nargs in (argparse.PARSER, argparse.REMAINDER) for each in self._get_positional_actions())
+        parse = super().parse_known_args if takes_rest else super().parse_known_intermixed_args
+        self._inside = True
+        try:
+            namespace, unknown = parse(args, namespace)
+        finally:
+            self._inside = False
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
@@ -44,9 +68,24 @@ class Parser(argparse.ArgumentParser):
             remedy = f"Did you mean `{near}`?" if near else f"Write {self.prog} COMMAND [options]"
             choices = f"one of {', '.join(commands)}"
             raise ConfigError("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy)
-        near = self._near(message.rpartition("unrecognized arguments: ")[2])
-        hint = f". Did you mean {near}?" if near else f". See `{self.prog} --help`"
-        raise ConfigError(f"{message} ({self.prog}){hint}")
+        for pattern, what, expected in _MISTAKES:
+            if (match := re.fullmatch(pattern, message)) is not None:
+                found = {"got": "", "name": "", **match.groupdict()}
+                value = getattr(self._option_string_actions.get(found["name"]), "metavar", "")
+                given = {**found, "value": value, "usage": self._usage()}
+                near = self._near(found["got"])
+                raise ConfigError(
+                    what.format(**given),
+                    self.prog,
+                    got=found["got"] or None,
+                    expected=expected.format(**given),
+                    remedy=f"Did you mean {near}?" if near else f"See `{self.prog} --help`",
+                )
+        raise ConfigError(f"{message} ({self.prog}). See `{self.prog} --help`")
+
+    def _usage(self) -> str:
+        words = (f"[{each.metavar}]" if each.nargs == "?" else each.metavar for each in self._get_positional_actions())
+        return " ".join(["[options]", *map(str, words)])
 
     def _near(self, words: str) -> str:
         """The option that the first of these words may be a misspelling or the beginning of; "" if none is likely."""

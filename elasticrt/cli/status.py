@@ -54,32 +54,33 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     try:
         since = story.waits_since if story is not None else None
         with opened(run_id, directory, options) as run:
-            without_nodes = "nobody is here" if story is None or story.alive() else state(story)
+            over = story is not None and not story.alive()
+            without_nodes = state(story) if story is not None and over else "no node is here: they are leaving, or lost"
             standing = story.standing(time.time()) if story is not None else ""
-            show(run, without_nodes, waited_s=None if since is None else time.time() - since, standing=standing)
+            here = show(run, without_nodes, waited_s=None if since is None else time.time() - since, standing=standing)
     except (ConfigError, StoreUnavailable) as error:
         away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
         if story is None or (options.etcd and not away):  # Where an etcd was named, it should know of the run.
             raise
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
-        if not away:
-            return True
-        if not arguments.watch:
+        if away and not arguments.watch:
             raise
-        write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
-        return not story.alive()
+        if away:
+            write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
+        return not story.alive() if away else story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
-    return story is not None and story.result is not None
+    return story is not None and (story.result is not None or (over and not here))
 
 
-def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None, standing: str = "") -> None:
-    """Print what etcd knows of the run. For more see `describe`. Raises ConfigError for no such run."""
+def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None, standing: str = "") -> bool:
+    """Print what etcd knows of the run; whether it has nodes. See `describe`. Raises ConfigError for no such run."""
     spec, _ = run.spec()
+    members = [member for member, _ in run.members().values()]
     lines = describe(
         run.keys.run_id,
         spec,
-        [member for member, _ in run.members().values()],
+        members,
         generation=run.record(run.keys.generation, Generation),
         saved=run.record(run.keys.checkpoint, Commit),
         result=run.record(run.keys.result(spec.attempt), Result),
@@ -88,6 +89,7 @@ def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None, sta
         standing=standing,
     )
     write(sys.stdout, "\n".join(lines) + "\n")
+    return bool(members)
 
 
 def describe(
@@ -110,7 +112,9 @@ def describe(
     """
     members, waits = list(members), generation is not None and generation.waits
     missing = spec.spec.min_nodes - len(members)
-    said = f"{result.status}: {result.reason}" if result else (standing or "alive") if members else without_nodes
+    leaving = "all its nodes leave" if all(member.draining for member in members) else ""
+    alive = (standing or leaving or "alive") if members else without_nodes
+    said = f"{result.status}: {result.reason}" if result else alive
     if members and result is None and missing > 0 and (waits or not any(member.generation for member in members)):
         said = f"waits for {counted(missing, 'more node')}"
         left_s = spec.spec.join_timeout_s - (waited_s or 0.0)

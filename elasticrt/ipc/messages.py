@@ -34,8 +34,8 @@ TAKEN = "taken: "
 ERRNO = "errno"
 """The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
 
-OVER = " is over"
-"""At the end of the refusal of a save whose generation has been followed by another, which repeats it."""
+OVER = "over: "
+"""How it begins where the generation of a save is over: whoever has that state in the next one saves it again."""
 
 UNSURE = "unsure: "
 """How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""

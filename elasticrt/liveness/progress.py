@@ -133,7 +133,7 @@ class Progress:
         """The present generation waits for nodes: say how the time since the last step was spent until now."""
         now_ns = self._clock.monotonic_ns()
         self._events.write(events.Restarted(self._generation, phases(self._last_ns, {**self._marks, "agree": now_ns})))
-        self._count_from(now_ns)  # `progress` is written on: who reads it sees that this agent lives.
+        self._count_from(now_ns)
 
     def began(self) -> None:
         """The old workers are gone, the new ones are being started."""
@@ -143,6 +143,7 @@ class Progress:
     def started(self, generation: int, at_ns: int) -> None:
         """All workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
         self._mark("start", at_ns)
+        self._count_from(at_ns)  # `progress` is written on: who reads it sees that this agent lives.
         if self._last_ns or generation > 1:
             parts = phases(self._last_ns, self._marks)
             self._events.write(events.Restarted(generation, parts))

@@ -196,7 +196,7 @@ class Member:
         match decision:
             case Rejoin():
                 self.begin_life()
-                yield from registration.leave(self.replica, None)
+                yield from registration.leave(self.replica)
             case Register():
                 if self.me.lease == "lost":
                     yield from self.renew()
@@ -369,14 +369,17 @@ class Member:
 
     def leave(self, *, seat_too: bool) -> Conversation[None]:
         """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
-        view, record, last = self.view, self.me.record, self.me.report
-        report = None
-        if seat_too and view.seat_of(record.node, record.incarnation) is not None:
-            report = Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
-            if last is not None and last.generation == view.number:
-                # It replaces the last report in the store: a failure that no restart can cure must not be lost.
-                report = report.model_copy(update={"failure": last.failure})
-        return registration.leave(self.replica, report)
+        record, last = self.me.record, self.me.report
+
+        def left(view: View) -> Report | None:
+            if not seat_too or view.seat_of(record.node, record.incarnation) is None:
+                return None
+            # It replaces the last report in the store: a failure that no restart can cure must not be lost.
+            failure = last.failure if last is not None and last.generation == view.number else None
+            life = record.incarnation
+            return Report(generation=view.number, node=record.node, incarnation=life, status="left", failure=failure)
+
+        return registration.leave(self.replica, left)
 
 
 def _same_name(other: MemberRecord) -> str:

@@ -39,6 +39,7 @@ class Outage:
 
     Attributes:
         since: since when what is known of the store may be old; None while it is not.
+        problem: what a request has got in place of an answer since then; "" before one has failed.
         alone_since: since when no other agent has answered either; None while one does, or none is asked.
         retry_at: when to read everything again.
     """
@@ -49,13 +50,15 @@ class Outage:
         self._full_since: float | None = None
         self._listen_at = 0.0
         self.since: float | None = None
+        self.problem = ""
         self.alone_since: float | None = None
         self.retry_at = 0.0
 
     def begin(self, error: StoreUnavailable, now: float) -> None:
         """A request has not been answered."""
-        if self.since is None:
-            self.since = now
+        self.since = self.since if self.since is not None else now
+        if not self.problem:
+            self.problem = str(error)
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
         self.retry_at = now + RETRY_S
 
@@ -66,9 +69,9 @@ class Outage:
 
     def end(self, now: float) -> None:
         """Everything has been read again."""
-        if self.since is not None and now - self.since > RETRY_S:
+        if self.since is not None and self.problem:
             self._say(f"etcd answers again after {now - self.since:.1f} s")
-        self.since = self.alone_since = None
+        self.since, self.problem, self.alone_since = None, "", None
 
     def is_due(self, now: float) -> bool:
         """Whether everything is to be read again now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticrt.errors import DuplicateError, explain
@@ -10,7 +11,7 @@ from elasticrt.rendezvous.records import Member, Report, Result, SpecRecord, dec
 from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import Conversation, Transact
 from elasticrt.rendezvous.transactions import Guard
-from elasticrt.rendezvous.view import Stored
+from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec, difference, resized
 from elasticrt.store.protocol import KeyValue
 
@@ -122,19 +123,20 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         return bool((yield from replica.write(txn)))
     if mine is not None and _same_process(mine.record, member):
         # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
-        yield from leave(replica, None)
+        yield from leave(replica)
         yield from replica.refresh()
     txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)
     return bool((yield from replica.write(txn)))
 
 
-def leave(replica: Replica, report: Report | None) -> Conversation[None]:
-    """Take the own key out at once; `report` tells the other members why."""
-    guard = Guard.of(replica.view)
-    done, _ = yield Transact(transactions.leave(replica.keys, guard, report))
-    if not done.succeeded and report is not None:
-        # The generation has moved on, or the key does not exist any more: then leaving needs no report.
-        yield Transact(transactions.leave(replica.keys, guard, None))
+def leave(replica: Replica, told: Callable[[View], Report | None] = lambda _: None) -> Conversation[None]:
+    """Take the own key out at once; the report that is `told` of the newest view tells the other members why."""
+    for tell in (told, told, lambda _: None):
+        report = tell(replica.view)
+        done, _ = yield Transact(transactions.leave(replica.keys, Guard.of(replica.view), report))
+        if done.succeeded or report is None:
+            return
+        yield from replica.refresh()  # The generation has moved on, or the key does not exist any more.
 
 
 def _same_process(one: Member, other: Member) -> bool:

@@ -110,6 +110,8 @@ def _sentences(story: Story) -> list[list[Any]]:
     found += [(at, "bad", sentences.standing(culprit)) for at, culprit in story.stands]
     if story.slow is not None:
         found.append((story.slow_at, "bad", sentences.slow(story.slow)))
+    for begin, end in story.times_without_etcd(story.last):
+        found.append((begin, "bad", f"etcd did not answer for {report.seconds(end - begin)}"))
     for place, chapter in enumerate(story.chapters):
         found.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
         if chapter.stepped_at is not None:

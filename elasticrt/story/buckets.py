@@ -132,28 +132,30 @@ class Course:
             self.blamed = None
         self.step, self.step_at = step, at
 
-    def stood(self, step: int, since: float, now: float, blamed: events.Culprit | None = None) -> None:
+    def stood(
+        self, step: int, since: float, now: float, blamed: events.Culprit | None = None, *, first: bool = False
+    ) -> None:
         """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on.
 
-        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next.
+        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next. `first`: the
+        workers of a Loop have the state after `step`, and have made no step in this generation.
         """
-        looped = self.step > 0
-        if step + (blamed is not None) < self.step and looped:
+        if step + (blamed is not None) < self.step:
             return
         self.blamed = blamed or self.blamed
         step = max(step, self.step)
-        if looped and step == self.step:  # The workers were looked at a moment before `now`.
+        if self.step and step == self.step:  # The workers were looked at a moment before `now`.
             since = min(since, self.step_at)
         if self.stands and self.stands[-1][1] >= since:
             since = min(since, self.stands.pop()[0])
-        if looped:
+        if self.step:
             self.step, self.step_at = step, since
-        self.stands.append((since, math.inf if looped else now))
+        self.stands.append((since, math.inf if self.step or first else now))
 
     @property
     def stands_since(self) -> float | None:
-        """Since when there has been no step, if it is known for whom the others wait; else None."""
-        return self.stands[-1][0] if self.blamed and self.stands and self.stands[-1][1] == math.inf else None
+        """Since when there has been no step; None: steps are made, as far as is known."""
+        return self.stands[-1][0] if self.stands and self.stands[-1][1] == math.inf else None
 
     def standing_s(self, begin: float, end: float) -> float:
         """Seconds from `begin` to `end` in which the steps stood still."""
@@ -247,6 +249,9 @@ class LifeSpans:
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
+        before = self._courses.get(self._newest)
+        if self._mode == "seated" and (event.waits or (before is not None and before.stands_since is not None)):
+            self._set_up_to(at)
         if self._mode == "training" and event.number != self._newest + 1:
             self._left_out(at, self._course.step_at or at)
         self._newest, self._waits = event.number, event.waits
@@ -259,8 +264,6 @@ class LifeSpans:
                 self._to(at, START)
             elif self._mode == "idle":
                 self._to(at, self._idle(event))
-            elif self._mode == "seated" and event.waits:
-                self._to(at, SET_UP)
             self._mode = "waiting" if event.waits else "seated"
 
     def _idle(self, until: events.Generation | None = None) -> str:
@@ -331,12 +334,19 @@ class LifeSpans:
             case "waiting":
                 self._to(end, WAITING)
             case "seated":
-                self._to(end, SET_UP)
+                self._set_up_to(end)
             case _:
                 known = [at for at in (self._failed_at, self._turn_at) if at is not None]
                 self._train_to(min([*known, end]))
                 self._to(end if self._turn_at is None else min(self._turn_at, end), AGREE)
-                self._to(end, SET_UP)
+                self._set_up_to(end)
+
+    def _set_up_to(self, end: float) -> None:
+        """Paint the set-up up to `end`, less the time in which the first step is known not to come."""
+        course = self._courses.get(self._newest)
+        since = course.stands_since if course is not None else None
+        self._to(end if since is None else min(since, end), SET_UP)
+        self._to(end, DETECT)
 
     def _to(self, end: float, bucket: str) -> None:
         if end <= self._cursor:

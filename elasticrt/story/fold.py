@@ -34,6 +34,9 @@ SILENT_S, SILENT_SHARE = 60.0, 0.01
 WORD_S, WORD_SHARE = 12.0, 0.002
 """The same while workers train: then agents write every 5 s, and files keep a line in a thousandth of the time."""
 
+LATE_S = 1.0
+"""A step may be reported so long after it was made."""
+
 SILENT = "(no answer"
 """These words are in the evidence against a node that was taken out because it was silent."""
 
@@ -98,6 +101,7 @@ class Life:
         loss: that it was taken out, as a failure.
         spans: how its time was spent.
         tells: whether its workers train, so that it writes their progress.
+        away_since: since when etcd has not answered it; None while it does.
     """
 
     node: str
@@ -110,6 +114,7 @@ class Life:
     gone_at: float | None = None
     loss: Trouble | None = None
     tells: bool = False
+    away_since: float | None = None
 
 
 @dataclass
@@ -225,6 +230,7 @@ class Story:
         troubles: the failures, in order.
         slow: the node that is slow now, in the newest generation, `slow_at`: when that was found; None: none is known.
         stands: what was found while steps stood still, and when, the newest ones.
+        outages: from when until when etcd did not answer a node.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
     """
@@ -251,6 +257,7 @@ class Story:
         self.slow: events.Straggler | None = None
         self.slow_at = 0.0
         self.stands: deque[tuple[float, events.Culprit]] = deque(maxlen=STANDS_KEPT)
+        self.outages: list[tuple[float, float]] = []
         self.result: events.Result | None = None
         self.ended_at = math.inf
         self.text = ""
@@ -259,6 +266,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.
+        self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
 
     @property
     def chapter(self) -> Chapter | None:
@@ -274,9 +282,42 @@ class Story:
     @property
     def stand(self) -> Stand | None:
         """That no step is made, and why; None: steps are made, or it is not known for whom the others wait."""
+        hang, chapter, last = self._hang, self.chapter, self.troubles[-1] if self.troubles else None
+        if hang is not None or chapter is None or last is None or self.result is not None or not self.alive():
+            return hang
+        # A failure that nothing has followed yet. Steps from before it may be reported after it.
+        if last.generation != chapter.number or last.at < self.last_step_at - LATE_S:
+            return None
+        return Stand(last.at, events.Culprit(chapter.number, self.newest, 0.0, (), (last.node,), last.what))
+
+    @property
+    def _hang(self) -> Stand | None:
+        """The same of a hang."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         since = course.stands_since if course is not None and self.result is None and self.alive() else None
         return Stand(since, course.blamed) if course is not None and course.blamed and since is not None else None
+
+    def away_since(self) -> float | None:
+        """Since when etcd has not answered a node that lives; None: all get answers, as far as is known."""
+        return min(
+            (each for node in self.alive() if (each := self._present[node].away_since) is not None), default=None
+        )
+
+    def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
+        """When etcd did not answer a node, up to `now`, or to what is known. Times that overlap are one."""
+        alive = [self._present[node] for node in self.alive()] if now is not None else []
+        still = [
+            (life.away_since, max(now, life.last) if now is not None and life in alive else life.last)
+            for life in self.lives
+            if life.away_since is not None
+        ]
+        found: list[tuple[float, float]] = []
+        for begin, end in sorted([*self.outages, *still]):
+            if found and begin <= found[-1][1]:
+                found[-1] = (found[-1][0], max(end, found[-1][1]))
+            else:
+                found.append((begin, end))
+        return found
 
     def standing(self, now: float) -> str:
         """The sentence about that, as of `now`; "" for None."""
@@ -341,6 +382,8 @@ class Story:
                 self.slow, self.slow_at = event if event.slow else None, at
             case events.MemberLost():
                 self._member_lost(event, at)
+            case events.EtcdAway() | events.EtcdBack() if life is not None:
+                self._answered(life, event, at)
             case events.Failure():
                 self.text = event.text
             case events.Result():
@@ -378,10 +421,12 @@ class Story:
         cause, kind = event.cause, event.kind
         step, follows = 0, None
         if before is not None:
-            stand, before.end = self.stand, at
+            stand, before.end = self._hang, at
             self._courses[before.number].over_at = at
             if event.cause == ANEW:
                 cause, kind = self._why_anew(before, kind)
+            if self._fresh_at >= before.begin and kind == "start":
+                cause = "etcd had died, and a fresh one was started"
             if stand is not None:
                 cause = self._hung(stand, cause, at)
             step = before.reached if before.first_step is not None else before.step_before
@@ -475,7 +520,7 @@ class Story:
         self.saves.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
-        blamed = self.stand.culprit if self.stand is not None else None
+        blamed = self._hang.culprit if self._hang is not None else None
         # The nodes that wait have made that step before they did.
         ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
         if event.step > self.newest and not ahead:  # A file leaves out most events of steps.
@@ -496,17 +541,27 @@ class Story:
         if course is not None:
             course.stepped(step, at)
 
+    def _answered(self, life: Life, event: events.EtcdAway | events.EtcdBack, at: float) -> None:
+        """Etcd does not answer, or does again."""
+        if isinstance(event, events.EtcdAway):
+            life.away_since = at
+            return
+        self.outages.append((at - event.away_s, at))
+        life.away_since = None
+        self._fresh_at = at if event.fresh else self._fresh_at
+
     def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
         """Steps stand still."""
-        course = self._courses.get(event.generation)
-        if course is None:
+        course, chapter = self._courses.get(event.generation), self._numbers.get(event.generation)
+        if course is None or chapter is None:
             return
+        first = chapter.stepped_at is None  # Of a Loop: in other scripts only a step shows that one is expected.
         if isinstance(event, events.Culprit):
-            course.stood(event.step, at - event.age_s, at, event)
+            course.stood(event.step, at - event.age_s, at, event, first=first)
             if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
                 self.stands.append((at, event))
         else:
-            course.stood(event.step, at - event.age_s, at)
+            course.stood(event.step, at - event.age_s, at, first=first)
             course.hung = course.hung or ((at, event) if event.final else None)
         if course.hung is not None and course.hung[1].stacks:  # Else the end of its worker tells of it.
             self._count_hang(*course.hung, course.blamed)

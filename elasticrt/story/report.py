@@ -11,7 +11,7 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import slow, unsaved
+from elasticrt.story.sentences import etcd_away, slow, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -36,9 +36,9 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """A slow node that is known, how far the run came, its goodput, and what changes have cost."""
+    """A slow node that is known, how far the run came, its goodput, what changes have cost, times without etcd."""
     found = slow(story.slow) if story.slow is not None and now is not None else ""
-    return [line for line in (found, paces(story), worth(story, now), changes(story)) if line]
+    return [line for line in (found, paces(story), worth(story, now), changes(story), outages(story, now)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -47,7 +47,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    return [line for line in (pace, worth(story), changes(story)) if line]
+    return [line for line in (pace, worth(story), changes(story), outages(story)) if line]
 
 
 def body(story: Story, now: float | None = None) -> list[str]:
@@ -61,14 +61,8 @@ def state(story: Story, now: float | None = None) -> str:
     """How the run ended, or its state. `now`: as `Story.present` says."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
-    if now is not None and story.chapter is not None and story.waits_since is not None:
-        here, needed = len(story.chapter.nodes), story.min_nodes
-        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
-        return f"waiting for nodes {since}: {here} of at least {needed} here"
-    if now is not None and story.stand is not None:
-        return story.standing(now)
     if now is not None:
-        return "running"
+        return "; ".join(filter(None, (_state_now(story, now), etcd_away(story, now))))
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
@@ -84,6 +78,25 @@ def state(story: Story, now: float | None = None) -> str:
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
 
 
+def _state_now(story: Story, now: float) -> str:
+    """What the nodes of a run that goes on do at `now`."""
+    if story.chapter is not None and story.waits_since is not None:
+        here, needed = len(story.chapter.nodes), story.min_nodes
+        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
+        return f"waiting for nodes {since}: {here} of at least {needed} here"
+    return story.standing(now) or "running"
+
+
+def outages(story: Story, now: float | None = None) -> str:
+    """For how long etcd did not answer; "" where it always did."""
+    times = story.times_without_etcd(now)
+    often = "once" if len(times) == 1 else counted(len(times), "time")
+    total_s = sum(end - begin for begin, end in times)
+    return (
+        f"etcd did not answer {often}, for {seconds(total_s)}" + (" in all" if len(times) > 1 else "") if times else ""
+    )
+
+
 def paces(story: Story) -> str:
     """The number of steps, their speed, and the newest checkpoint."""
     if is_uncounted(story):
@@ -91,7 +104,7 @@ def paces(story: Story) -> str:
     steps = made(story)
     text = counted(steps, "step")
     took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
-    if took_s > 0:
+    if took_s > 0 and steps > 1:
         text += f", {(steps - 1) / took_s:.1f} steps/s"
     if story.scalars:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
@@ -168,6 +181,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "nodes_alive": list(story.alive()),
         "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
         "slow": None if story.slow is None else vars(story.slow),
+        "without_etcd": story.times_without_etcd(now),
         "step": story.step,
         "epoch": story.epoch,
         "scalars": dict(story.scalars),

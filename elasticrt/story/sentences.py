@@ -72,6 +72,12 @@ def unsaved(event: events.Unsaved) -> str:
     return f"step {event.step:,} could not be saved: {event.reason}"
 
 
+def etcd_away(story: Story, now: float) -> str:
+    """`etcd has not answered for 12 s: nothing is committed or agreed`; "" where it answers."""
+    since = story.away_since()
+    return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
+
+
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, in words before its number."""
     if story.waits_since is not None:
@@ -108,9 +114,11 @@ def now_at(
         least, most = story.min_nodes, story.max_nodes
         room = f" ({least} to {most})" if least != most else ""
         parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
-    if step:
-        parts += [f"step {step:,}", *([f"{speed:.1f} steps/s"] if speed is not None else [])]
-        parts.append(f"epoch {story.epoch}")
+    if story.stand is not None:
+        parts.append(story.standing(now))
+    elif step:
+        pace = f"{speed:.1f} steps/s" if speed else f"no step for {lasted(now - story.last_step_at)}"
+        parts += [f"step {step:,}", *([pace] if speed is not None else []), f"epoch {story.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")

@@ -60,7 +60,7 @@ def test_a_commit_of_another_generation_is_refused() -> None:
     server = MemoryServer(lambda: 0.0)
     errands = StoreRequests(server, Keys("run"), lambda _: None)
     reply = errands.carry_out(StoreRequest(Save(1, asdict(commit), ""), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
-    assert reply == Reply(1, False, "generation 1 is over")
+    assert reply == Reply(1, False, "over: generation 1 is over")
     assert not server.read(Keys("run").checkpoint).keys
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.main import main
+from elasticrt.cli.main import build_parser, main
 from elasticrt.errors import explain
+from elasticrt.run_options import RunOptions
 from elasticrt.spec import RunSpec, difference
 from tests.servers import free_port
 
@@ -62,6 +63,38 @@ def test_commands_whose_etcd_is_away(command: list[str], capsys: pytest.CaptureF
     etcd = f"http://127.0.0.1:{free_port()}"
     assert main([*command, "calm-fox", "--etcd", etcd]) == 4
     assert capsys.readouterr().err.endswith(f". `elasticrt doctor --etcd {etcd}` looks for the reason\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("drain", "something is missing (elasticrt drain): expected NODE. See `elasticrt drain --help`"),
+        ("drain --log-dir", "an option without its value (elasticrt drain): expected --log-dir DIR. See"),
+        ("logs --follow=3", "an option without a value (elasticrt logs): got 3; expected --follow. See"),
+        ("completion tcsh", "no such SHELL (elasticrt completion): got tcsh; expected"),
+        ("stop a b", "not understood (elasticrt stop): got b; expected [options] [RUN]. See `elasticrt stop --help`"),
+        (
+            "report --logdir x",
+            "not understood (elasticrt report): got --logdir; expected [options] [RUN]. Did you mean",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_are_told_in_our_words(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong, where, what was expected, one remedy: exit code 2."""
+    assert main(command.split()) == 2
+    assert f"elasticrt: error: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["n0 --log-dir D fox", "--log-dir D n0 fox", "n0 fox --log-dir D", "-- n0 fox"])
+def test_options_may_stand_between_other_words(words: str) -> None:
+    """As other tools take them; what follows a script is the script's all the same."""
+    given = build_parser().parse_args(["drain", *words.split()])
+    assert (given.name, given.run) == ("n0", "fox")
+    assert given.log_dir == ("D" if "D" in words else RunOptions.log_dir)
+    run = build_parser().parse_args(["run", "train.py", "--nnodes", "3", "x"])
+    assert (run.script, run.arguments, run.nnodes) == ("train.py", ["--nnodes", "3", "x"], None)
 
 
 def test_a_ledger_that_is_not_there(

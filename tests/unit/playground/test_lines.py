@@ -207,7 +207,7 @@ def told(history, min_nodes=1):
                 *BEGIN_TOLD,
                 OFFER,
                 ".. generation 1  3 nodes (1 to 9)  step 81  30.8 steps/s  epoch 3  loss 0.1235",
-                ".. generation 1  3 nodes (1 to 9)  step 81  0.0 steps/s  epoch 3  loss 0.1235",
+                ".. generation 1  3 nodes (1 to 9)  step 81  no step for 6 s  epoch 3  loss 0.1235",
             ],
             id="a status line every five seconds",
         ),

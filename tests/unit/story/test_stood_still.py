@@ -12,6 +12,7 @@ from elasticrt.liveness.straggler import Straggler
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report, state
+from elasticrt.story.sentences import doing, now_at
 from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
 from tests.unit.story.told import THREE_STEPS, begun, story
 
@@ -188,6 +189,33 @@ def test_all_views_say_that_no_step_is_made_while_it_lasts():
     assert lines[0] == f"run r: {REASON}"
     goes_on = story([*HANG, (19.0, "a", events.Step(1, 21, 0, {}))])
     assert (state(goes_on, 20.0), goes_on.standing(20.0)) == ("running", "")
+
+
+BEFORE = [
+    *(entry for entry in THREE_STEPS if entry[0] < 4.0),
+    (6.5, "a", events.Culprit(1, 40, 3.0, (1,), ("b",), "rank 1 sleeps")),
+    (6.6, "b", events.Culprit(1, 40, 3.0, (1,), ("b",), "rank 1 sleeps")),
+    *((at, node, progress(0)) for at in (7.5, 12.5, 17.5) for node in "ab"),
+]
+"""Two nodes have the state after step 40 since second 3.5, and make no step."""
+
+
+def test_a_hang_before_the_first_step_is_one():
+    """All views say so while it lasts, its time is found, and what ends it has the cause."""
+    told, now, said = story(BEFORE), 18.4, "no step for 15 s after step 40: rank 1 sleeps"
+    assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
+    assert (doing(told), now_at(told, now, None)) == ("stands still", f"generation 1  2 nodes (1 to 4)  {said}")
+    assert totals(told.spans_by_node(now)["a"]) == pytest.approx(
+        {"start": 1.0, "set-up": 1.5, "detect": now - 3.5, "waiting for nodes": 1.0}
+    )
+    step = events.FirstStep(1, 41, 40, None, 0)
+    went_on = story([*BEFORE, (19.0, "a", step), (19.0, "a", events.SetUp(1, {"start": 500, "first_step": 15_500}))])
+    assert (state(went_on, 20.0), totals(went_on.spans_by_node(20.0)["a"])["detect"]) == ("running", 15.5)
+    again = story(
+        [*BEFORE, (19.0, "a", begun(2, "a", "drain", "b left")), (20.0, "a", events.SetUp(2, {"start": 500}))]
+    )
+    assert again.chapter.cause == "b left; before that no step for 16 s: rank 1 sleeps"
+    assert totals(again.spans_by_node(20.0)["a"])["detect"] == 15.5
 
 
 def test_a_step_that_the_others_made_before_they_waited_ends_no_hang():
