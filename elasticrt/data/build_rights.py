@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elasticrt.data import prepared_dir
 from elasticrt.distributed import agent_client
-from elasticrt.errors import PreparationError, explain
+from elasticrt.errors import PreparationError
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.messages import Built, Claim, Reply
 
@@ -148,7 +148,7 @@ class ClaimRight:
         if answer == "done":
             self._check_visible()
         elif answer not in ("wait", "failed", "unsure"):
-            raise PreparationError(explain("the agent refuses the preparation", str(self._target), got=reply.reason))
+            raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
         return False
 
     def holder(self) -> str:
@@ -187,19 +187,14 @@ class ClaimRight:
     def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make, _ANSWER_S)
         if reply is None:
-            text = explain("no answer from the agent", str(self._target), got=f"nothing in {_ANSWER_S:.0f} s")
-            raise PreparationError(text)
+            got = f"nothing in {_ANSWER_S:.0f} s"
+            raise PreparationError("no answer from the agent", str(self._target), got=got)
         return reply
 
     def _check_visible(self) -> None:
         self._done_at = self._done_at or time.monotonic()
         if time.monotonic() - self._done_at > _VISIBLE_S:
-            raise PreparationError(
-                explain(
-                    "prepared, but not there",
-                    str(self._target),
-                    got=f"nothing that fits its record for {_VISIBLE_S:.0f} s",
-                    expected='storage that all nodes share (scope="shared")',
-                    remedy='Use scope="node", or another version',
-                )
-            )
+            got, expected = f"nothing that fits its record for {_VISIBLE_S:.0f} s", "storage that all nodes share"
+            remedy = 'Use scope="node", or another version'
+            where = str(self._target)
+            raise PreparationError("prepared, but not there", where, got=got, expected=expected, remedy=remedy)
