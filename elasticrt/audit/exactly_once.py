@@ -93,9 +93,7 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
     epochs = []
     for number in numbers:
         over = number < max(numbers)
-        epoch, found = _judge(
-            number, opening.samples, _steps_of_samples(entries[number]), closings.get(number), over=over
-        )
+        epoch, found = _judge(number, opening.samples, entries[number], closings.get(number), over=over)
         epochs.append(epoch)
         problems += found
     begun = sum(len({step for file in ranks.values() for step in file.entries}) for ranks in starts.values())
@@ -189,20 +187,15 @@ def _counted(starts: Starts, chain: Sequence[Link]) -> tuple[dict[int, list[Ledg
     return entries, closings
 
 
-def _steps_of_samples(entries: Iterable[LedgerEntry]) -> dict[int, list[int]]:
-    """For each sample the steps that have trained it."""
-    tally: dict[int, list[int]] = {}
-    for entry in entries:
-        for sample in entry.ids:
-            tally.setdefault(sample, []).append(entry.step)
-    return tally
-
-
 def _judge(
-    number: int, samples: int, tally: Mapping[int, Sequence[int]], closing: Closing | None, *, over: bool
+    number: int, samples: int, entries: Iterable[LedgerEntry], closing: Closing | None, *, over: bool
 ) -> tuple[Epoch, list[str]]:
     """An epoch, and what is wrong with it. `over`: a later epoch has begun."""
     problems = []
+    tally: dict[int, list[int]] = defaultdict(list)  # For each sample the steps that have trained it.
+    for entry in entries:
+        for sample in entry.ids:
+            tally[sample].append(entry.step)
     over = over or closing is not None
     expected = closing.trained if closing is not None else samples
     left_out = samples - expected - (closing.excused if closing is not None else 0)

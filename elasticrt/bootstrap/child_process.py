@@ -86,7 +86,10 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
     try:
         os.setsid()
         die_with_parent(job.parent_pid, signal.SIGKILL)
-        _reset_signals(signals)
+        signal.set_wakeup_fd(-1)
+        for number, handler in {signal.SIGCHLD: signal.SIG_DFL, **signals}.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _place_standard_streams(job)
         os.chdir(job.start.directory)
     except OSError as error:
@@ -117,14 +120,6 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
         os.execvpe(command[0], command, env)  # noqa: S606  Without a shell is how we want it.
     except OSError as error:
         fail(job, type(error)(error.errno, error.strerror, command[0]))
-
-
-def _reset_signals(signals: Mapping[int, Any]) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _place_standard_streams(job: Job) -> None:

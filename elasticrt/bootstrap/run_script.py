@@ -63,7 +63,9 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     is_fork = os.getpid() != me  # One that the script has made, which must not act for the worker.
     names = ["__main__", *_imported_since(last)]
     # The link is made here: an interpreter that is ending starts no threads.
-    host = agent_client.agent_link() if code == 0 and not is_fork and _hosts_store() else None
+    worker = agent_client.worker_env()  # Of the generation that it is in now.
+    hosts_store = worker is not None and worker.rank == 0 and worker.world_size > 1
+    host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
     shutdown.leave(code, names, host)
 
 
@@ -76,12 +78,6 @@ def _imported_since(marker: str) -> list[str]:
             break
         found.append(name)
     return found[::-1]
-
-
-def _hosts_store() -> bool:
-    """Whether this worker holds its group's store: rank 0 of the generation that it is in now."""
-    worker = agent_client.worker_env()
-    return worker is not None and worker.rank == 0 and worker.world_size > 1
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

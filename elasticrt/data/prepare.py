@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elasticrt.data import prepared_dir
 from elasticrt.data.build_rights import ClaimRight, LockRight
-from elasticrt.data.durable_files import sync_directory
+from elasticrt.data.durable_files import sync
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import ConfigError, PreparationError, explain
@@ -201,6 +201,6 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
         target.rename(aside)
     workshop.rename(target)
-    sync_directory(target.parent)
+    sync(target.parent)
     if aside is not None and aside.name.startswith("."):
         shutil.rmtree(aside, ignore_errors=True)

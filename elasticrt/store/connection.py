@@ -178,9 +178,6 @@ class Connections:
             if endpoint is not None:
                 endpoint.close()
 
-    def __len__(self) -> int:
-        return len(self._addresses)
-
 
 class _Operation:
     """One operation's tries."""
@@ -200,8 +197,8 @@ class _Operation:
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
         # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
-        if self._repeatable and len(self._connections) > 1:
-            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
+        if self._repeatable and len(self._connections.names) > 1:
+            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections.names)))
         endpoint = self._connections.current()
         metadata, sent = endpoint.metadata, False
         try:
@@ -232,7 +229,7 @@ class _Operation:
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
                 self._connections.failed(endpoint, redial=True)
-                if len(self._untrusted) < len(self._connections):
+                if len(self._untrusted) < len(self._connections.names):
                     return _AgainError(f"{cause(details)} at {where}")
                 return untrusted(endpoint.address, details)
             case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):

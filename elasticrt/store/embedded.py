@@ -76,15 +76,16 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
     """
     with locked() as (directory, lock_fd):
         record = record_of(directory, run_id)
-        served = _found(record)
-        if served is None:
+        if _living(record) is None:
             # No keeper that was killed removes its own record, and its run may never come back.
             for path in directory.glob("*.json"):
                 _living(path)
             _start(run_id, record, lock_fd, listen, linger_s)
-            served = _found(record)
-            if served is None:
-                raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
+        served = _living(record)
+        if served is None:
+            raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
+        # The keeper waits for the agent that has found its server: it compares this time before it ends.
+        os.utime(record)
         return served
 
 
@@ -138,14 +139,6 @@ def _locks(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _found(record: Path) -> Served | None:
-    """The server of a record, whose keeper from now on waits for the agent that has found it."""
-    served = _living(record)
-    if served is not None:
-        os.utime(record)  # The keeper compares this time before it ends, see `embedded_supervisor.Need`.
-    return served
 
 
 def _living(record: Path) -> Served | None:
@@ -209,8 +202,9 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def make_data() -> Path:
-    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp.
+@contextmanager
+def new_data() -> Iterator[Path]:
+    """A data directory, removed afterwards, in which a server can have its socket: if the path is too long, in /tmp.
 
     It is locked until this process ends. A directory that is not locked was left by a process that was killed: it is
     removed.
@@ -221,11 +215,14 @@ def make_data() -> Path:
     for left in Path(where).glob(f"{DATA_PREFIX}*"):
         fd = -1 if what_is_unsafe(left) else _hold(left)
         if fd >= 0:
-            remove_data(left)
+            shutil.rmtree(left, ignore_errors=True)
             os.close(fd)
     while _hold(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
         pass  # Another process has taken it for one that was left.
-    return data
+    try:
+        yield data
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
 
 
 def _hold(data: Path) -> int:
@@ -238,11 +235,6 @@ def _hold(data: Path) -> int:
         return fd
     os.close(fd)
     return -1
-
-
-def remove_data(data: Path) -> None:
-    """Remove a server's data directory."""
-    shutil.rmtree(data, ignore_errors=True)
 
 
 def runtime_directory() -> Path:

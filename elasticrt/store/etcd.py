@@ -74,7 +74,7 @@ class EtcdStore:
         credentials = credentials or Credentials()
         _check(addresses, credentials)
         self._connections = Connections(addresses, credentials, _dial, timeout_s)
-        self._watcher = Watcher(self._connections, self._identity)
+        self._watcher = Watcher(self._connections, lambda: self._store_id)
         self._store_id = ""
 
     @property
@@ -133,9 +133,6 @@ class EtcdStore:
         """See `protocol.Store`. Operations under way in other threads end with StoreUnavailable."""
         self._watcher.close()
         self._connections.close()
-
-    def _identity(self) -> str:
-        return self._store_id
 
 
 def _dial(address: Address, credentials: Credentials) -> Any:

@@ -151,13 +151,15 @@ class EtcdProcess:
     """
 
     def __init__(self, binary: Path, data: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> None:
-        self.address = reached_from_here(listen)
+        # A server that listens at all addresses is reached from this machine by loopback.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
+        self.address = replace(listen, host=host)
         self.process: subprocess.Popen[bytes] | None = None
         self._data = data
         self._command = command(binary, listen, token, options)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start the server in a session of its own. It is killed when this process dies. Raises OSError."""
+        # In a session of its own. It is killed when this process dies.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
         with (self._data / LOG).open("ab") as output:
@@ -257,12 +259,6 @@ def resolve_for_others(host: str, option: str) -> str:
         expected = "the one address of this machine that the other nodes reach"
         raise ConfigError("not one machine's address", option, got=got, expected=expected, remedy=OWN_ADDRESSES)
     return ip
-
-
-def reached_from_here(listen: Address) -> Address:
-    """Where a server that listens there is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
-    return replace(listen, host=host)
 
 
 def claim(listen: Address, option: str) -> Address:
