@@ -31,9 +31,8 @@ def files(directory: Path) -> list[Path]:
     found = sorted(directory.glob("events-*.jsonl"))
     # Opening a FIFO would wait for a writer.
     read = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
-    for path in found if len(read) < len(found) else ():
-        if path not in read:
-            _leave_out(path)
+    for path in set(found) - set(read):
+        _leave_out(path)
     return read
 
 
@@ -65,16 +64,16 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
 
 def success(directory: Path) -> str:
     """The reason of the newest result in a run's directory, if it is a success; else ""."""
-    ends: list[tuple[float, events.Result]] = []
+    ends = [(0.0, "", "")]
     for path in files(directory):
         try:
-            found = [each for each in records(path, PIECE_BYTES) if isinstance(each.event, events.Result)]
+            for each in records(path, PIECE_BYTES):
+                if isinstance(each.event, events.Result):
+                    ends.append((each.time, each.event.status, each.event.reason))
         except OSError as error:
             log.warning("how the run ended is not read: %s: %s", path, error.strerror)
-            continue
-        ends += [(each.time, each.event) for each in found if isinstance(each.event, events.Result)]
-    newest = max(ends, key=lambda end: end[0], default=None)
-    return newest[1].reason if newest is not None and newest[1].status == "succeeded" else ""
+    _, status, reason = max(ends)
+    return reason if status == "succeeded" else ""
 
 
 class Sparse:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
+from elasticrt.ipc.std_streams import point_to_null
 
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
@@ -124,9 +125,7 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
 
 def _place_standard_streams(job: Job) -> None:
     if not job.start.keep_stdin:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        point_to_null(0)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if name in job.fds:
             os.dup2(job.fds[name], number)

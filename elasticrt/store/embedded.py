@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
-from elasticrt.errors import ConfigError, StoreError, explain
+from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.proc import start_of
 from elasticrt.store import etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
@@ -174,23 +174,19 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             # This process will talk to the server: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
-            error = _answer(keeper)
+            text = b""
+            with suppress(subprocess.TimeoutExpired):
+                text, _ = keeper.communicate(timeout=START_S_MAX)
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
         raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
-    if error:
+    if not text:
+        what = "the keeper of the embedded etcd died while it started"
+        raise StoreError(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
+    # The keeper has said "" if its server is there, else why it is not.
+    if error := json.loads(text):
         raise StoreError(error)
-
-
-def _answer(keeper: subprocess.Popen[bytes]) -> str:
-    """What the keeper says when its server is there: "", or why it is not."""
-    with suppress(subprocess.TimeoutExpired):
-        text, _ = keeper.communicate(timeout=START_S_MAX)
-        if text:
-            return str(json.loads(text))
-    what = "the keeper of the embedded etcd died while it started"
-    return explain(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
 
 
 def _environment() -> dict[str, str]:

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.std_streams import point_to_null
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.embedded import Served
 from elasticrt.store.etcd_server import EtcdProcess
@@ -123,9 +124,7 @@ def _answer(error: str) -> None:
     """Tell the agent that has started us, which reads our standard output to its end: "", or why it did not work."""
     with suppress(BrokenPipeError):  # It was killed meanwhile; others find us.
         os.write(1, json.dumps(error).encode())
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    point_to_null(1)
 
 
 def main(text: str) -> None:
