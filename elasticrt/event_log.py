@@ -49,6 +49,7 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
     piece of it is read, because a run may have thousands of files. Raises OSError.
     """
     at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
+    # Not empty, so that the loop begins: an empty piece is the end of the file.
     rest, data = b"", b" "
     while data:
         with path.open("rb") as file:

@@ -102,6 +102,7 @@ def room(files: Mapping[str, str], names: Names) -> int | None:
     usage = files.get(names.usage, "").strip()
     if not limits or not usage.isdigit():
         return None
+    # What was read from files lately counts as used: training reads it again.
     stat = dict(line.split(None, 1) for line in files.get(STAT, "").splitlines())
     used = max(0, int(usage) - int(stat.get(names.cache, 0)))
     return max(0, min(limits) - used)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from elasticrt.ipc.messages import FRAME_MAX_BYTES, Message, decode, encode
 
 _LENGTH = struct.Struct("!I")
+# A Start brings six. The kernel drops what has no room here.
 _FDS_MAX = 16
 
 

@@ -271,6 +271,7 @@ def decode(data: bytes) -> Message:
     try:
         fields = json.loads(data)
         message: Message = typed(_KINDS[fields.pop("kind")], fields)
+    # A recursion error is how JSON that is nested too deeply ends.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
     return message

@@ -215,6 +215,7 @@ def _work() -> None:
     except FileNotFoundError:
         raise ConfigError("the process that called spawn is gone", "spawn", got=os.environ[_CALL]) from None
     preparation, function, by_value = pickle.loads(call)  # noqa: S301  From our own caller.
+    # Imports the caller's main module under another name, so that what is below its `if __name__` does not run again.
     multiprocessing.spawn.prepare(preparation)
     function, arguments = pickle.loads(function)  # noqa: S301  The same.
     value = function(local_rank, *arguments)

@@ -107,7 +107,9 @@ def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] 
         *("--listen-client-urls", where, "--advertise-client-urls", where),
         *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
         *("--initial-cluster", f"elasticrt={never_called}"),
+        # It elects itself after an election timeout: etcd's default, for members on a network, is a second.
         *("--heartbeat-interval", "10", "--election-timeout", "100"),
+        # Without it etcd keeps all history. A watch that falls so far behind reads again.
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
         *("--grpc-keepalive-min-time", "1s", "--logger", "zap", "--log-level", "warn"),
         *options,
