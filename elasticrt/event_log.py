@@ -31,9 +31,8 @@ def files(directory: Path) -> list[Path]:
     found = sorted(directory.glob("events-*.jsonl"))
     # Opening a FIFO would wait for a writer.
     read = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
-    for path in found if len(read) < len(found) else ():
-        if path not in read:
-            _leave_out(path)
+    for path in set(found) - set(read):
+        _leave_out(path)
     return read
 
 
@@ -50,6 +49,7 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
     piece of it is read, because a run may have thousands of files. Raises OSError.
     """
     at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
+    # Not empty, so that the loop begins: an empty piece is the end of the file.
     rest, data = b"", b" "
     while data:
         with path.open("rb") as file:
@@ -65,16 +65,16 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
 
 def success(directory: Path) -> str:
     """The reason of the newest result in a run's directory, if it is a success; else ""."""
-    ends: list[tuple[float, events.Result]] = []
+    ends = [(0.0, "", "")]
     for path in files(directory):
         try:
-            found = [each for each in records(path, PIECE_BYTES) if isinstance(each.event, events.Result)]
+            for each in records(path, PIECE_BYTES):
+                if isinstance(each.event, events.Result):
+                    ends.append((each.time, each.event.status, each.event.reason))
         except OSError as error:
             log.warning("how the run ended is not read: %s: %s", path, error.strerror)
-            continue
-        ends += [(each.time, each.event) for each in found if isinstance(each.event, events.Result)]
-    newest = max(ends, key=lambda end: end[0], default=None)
-    return newest[1].reason if newest is not None and newest[1].status == "succeeded" else ""
+    _, status, reason = max(ends)
+    return reason if status == "succeeded" else ""
 
 
 class Sparse:

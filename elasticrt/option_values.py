@@ -235,6 +235,7 @@ def as_name(text: str) -> str:
 def parse_nodes(text: str) -> tuple[int, int]:
     """`N` or `MIN:MAX` as two numbers."""
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    # 0 is out of range, so what does not match gets the same message as what is too small.
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most <= NODES_MAX:
         raise ValueError(f"a number of nodes, or MIN:MAX such as 1:4, with 1 <= MIN <= MAX <= {NODES_MAX}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from elasticrt.option_values import NODES_MAX, options_of
 from elasticrt.run_options import RESTARTS, RunOptions
@@ -23,14 +23,8 @@ COMMAND_MAX_BYTES = 8192
 WORD_MAX_BYTES = 4096
 
 
-def _role(text: object) -> object:
-    return known(text, ROLE_MAX_BYTES) if isinstance(text, str) else text
-
-
-def _command(words: object) -> object:
+def _command(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words of a command, known by their digest where they are long or not plain: they are only compared."""
-    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        return words
     plain = tuple(known(word, WORD_MAX_BYTES) for word in words)
     if sum(size(word) + len('"",') for word in plain) <= COMMAND_MAX_BYTES:
         return plain
@@ -59,7 +53,7 @@ class RunSpec(BaseModel):
     protocol: int = PROTOCOL
     min_nodes: int = Field(ge=1, le=NODES_MAX)
     max_nodes: int = Field(ge=1, le=NODES_MAX)
-    command: Annotated[tuple[str, ...], BeforeValidator(_command)] = Field(strict=False)
+    command: Annotated[tuple[str, ...], AfterValidator(_command)] = Field(strict=False)
     max_restarts: int = Field(default=RESTARTS, ge=0)
     restarts_reset: bool = True
     join_timeout_s: float = Field(default=RunOptions.join_timeout_s, gt=0, le=1e7)
@@ -67,7 +61,7 @@ class RunSpec(BaseModel):
     join: Literal["now", "budget", "failure"] = RunOptions.join
     settle_quiet_s: float = Field(default=RunOptions.settle_quiet_s, ge=0, le=60)
     settle_max_s: float = Field(default=RunOptions.settle_max_s, ge=0, le=600)
-    role: Annotated[str, BeforeValidator(_role)] = RunOptions.role
+    role: Annotated[str, AfterValidator(lambda text: known(text, ROLE_MAX_BYTES))] = RunOptions.role
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:

@@ -168,12 +168,7 @@ PICKLING_COLLECTIVES = {
 ALLOWED_CALLS = {
     ("bootstrap/run_script.py", "exec"): "runs the user's own script, which is what a worker is for",
     **dict.fromkeys(
-        [
-            (file, f"pickle.{name}")
-            for file in ("multiprocessing/spawn.py", "bootstrap/spawn_main.py")
-            for name in ("dumps", "loads")
-        ]
-        + [("bootstrap/spawn_main.py", "cloudpickle.dumps")],
+        [("multiprocessing/spawn.py", f"pickle.{name}") for name in ("dumps", "loads")],
         "the caller's own function and values, between its own processes, in memory that only its user can open",
     ),
 }

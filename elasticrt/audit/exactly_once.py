@@ -9,11 +9,12 @@ wrote, or wrote beyond those steps, was lost and done again.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from elasticrt.ipc.ledger_file import Closing, LedgerEntry, LedgerFile, Link
 from elasticrt.ipc.wording import counted
@@ -87,15 +88,13 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
     finished = max(file.finished for file in starts[newest].values())
     opening = _lowest(starts[newest]).opening
     chain = [*opening.history, (newest, finished)]
-    problems = _gaps(starts, chain)
+    problems = list(_gaps(starts, chain))
     entries, closings = _counted(starts, chain)
     numbers = sorted({*entries, *closings})
     epochs = []
     for number in numbers:
         over = number < max(numbers)
-        epoch, found = _judge(
-            number, opening.samples, _steps_of_samples(entries[number]), closings.get(number), over=over
-        )
+        epoch, found = _judge(number, opening.samples, entries[number], closings.get(number), over=over)
         epochs.append(epoch)
         problems += found
     begun = sum(len({step for file in ranks.values() for step in file.entries}) for ranks in starts.values())
@@ -147,62 +146,51 @@ def _origin(ranks: Mapping[int, LedgerFile], rank: int = -1) -> str:
     return f"{generation}; there are files of {_list(nodes)}" if nodes else generation
 
 
-def _gaps(starts: Starts, chain: Sequence[Link]) -> list[str]:
+def _gaps(starts: Starts, chain: Sequence[Link]) -> Iterator[str]:
     """What should be in the ledger for the steps of `chain` and is not."""
-    problems, before = [], 0
-    for start, last in chain:
-        files = starts.get(start, {})
-        if not files and last > before:
-            problems.append(f"steps {before + 1} to {last}: nothing was written by start {start}")
-        elif files:
-            opening = _lowest(files).opening
-            if opening.steps > before:
-                problems.append(f"steps {before + 1} to {opening.steps}: trained without a ledger")
-            for rank in range(opening.world_size):
-                missing = set(range(opening.steps + 1, last + 1)) - set(files[rank].entries if rank in files else ())
-                if missing:
-                    who = f"rank {rank} of start {start} ({_origin(files, rank)})"
-                    problems.append(f"steps {_ranges(missing)}: nothing was written by {who}")
-        before = last
-    return problems
+    for (_, before), (start, last) in pairwise([("", 0), *chain]):
+        if start not in starts:
+            if last > before:
+                yield f"steps {before + 1} to {last}: nothing was written by start {start}"
+            continue
+        files = starts[start]
+        opening = _lowest(files).opening
+        if opening.steps > before:
+            yield f"steps {before + 1} to {opening.steps}: trained without a ledger"
+        for rank in range(opening.world_size):
+            missing = set(range(opening.steps + 1, last + 1)) - set(files[rank].entries if rank in files else ())
+            if missing:
+                who = f"rank {rank} of start {start} ({_origin(files, rank)})"
+                yield f"steps {_ranges(missing)}: nothing was written by {who}"
 
 
 def _counted(starts: Starts, chain: Sequence[Link]) -> tuple[dict[int, list[LedgerEntry]], dict[int, Closing]]:
     """By epoch the entries that count, and how the epoch's body ended."""
     entries: dict[int, list[LedgerEntry]] = defaultdict(list)
     closings: dict[int, Closing] = {}
-    before = 0
-    for (start, last), (heir, _) in zip(chain, [*chain[1:], ("", 0)], strict=True):
-        files = starts.get(start, {})
-        for file in files.values():
+    links = [("", 0), *chain, ("", 0)]
+    for (_, before), (start, last), (heir, _) in zip(links, links[1:], links[2:], strict=False):
+        # The next start may have gone on from a state before the end of an epoch's body, after the same step.
+        redone = _lowest(starts[heir]).opening.epoch if heir in starts else math.inf
+        for file in starts.get(start, {}).values():
             for step in range(before + 1, last + 1):
                 if step in file.entries:
                     entries[file.entries[step].epoch].append(file.entries[step])
             for closing in file.closings:
-                # The next start may have gone on from a state before the end of the epoch's body, after the same step.
-                again = (
-                    closing.steps == last and heir in starts and _lowest(starts[heir]).opening.epoch <= closing.epoch
-                )
-                if before <= closing.steps <= last and not again:
+                if before <= closing.steps <= last and (closing.steps < last or closing.epoch < redone):
                     closings[closing.epoch] = closing
-        before = last
     return entries, closings
 
 
-def _steps_of_samples(entries: Iterable[LedgerEntry]) -> dict[int, list[int]]:
-    """For each sample the steps that have trained it."""
-    tally: dict[int, list[int]] = {}
-    for entry in entries:
-        for sample in entry.ids:
-            tally.setdefault(sample, []).append(entry.step)
-    return tally
-
-
 def _judge(
-    number: int, samples: int, tally: Mapping[int, Sequence[int]], closing: Closing | None, *, over: bool
+    number: int, samples: int, entries: Iterable[LedgerEntry], closing: Closing | None, *, over: bool
 ) -> tuple[Epoch, list[str]]:
     """An epoch, and what is wrong with it. `over`: a later epoch has begun."""
     problems = []
+    tally: dict[int, list[int]] = defaultdict(list)  # For each sample the steps that have trained it.
+    for entry in entries:
+        for sample in entry.ids:
+            tally[sample].append(entry.step)
     over = over or closing is not None
     expected = closing.trained if closing is not None else samples
     left_out = samples - expected - (closing.excused if closing is not None else 0)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
+from elasticrt.ipc.std_streams import point_to_null
 
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
@@ -86,7 +87,10 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
     try:
         os.setsid()
         die_with_parent(job.parent_pid, signal.SIGKILL)
-        _reset_signals(signals)
+        signal.set_wakeup_fd(-1)
+        for number, handler in {signal.SIGCHLD: signal.SIG_DFL, **signals}.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _place_standard_streams(job)
         os.chdir(job.start.directory)
     except OSError as error:
@@ -119,19 +123,9 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
         fail(job, type(error)(error.errno, error.strerror, command[0]))
 
 
-def _reset_signals(signals: Mapping[int, Any]) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
 def _place_standard_streams(job: Job) -> None:
     if not job.start.keep_stdin:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        point_to_null(0)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if name in job.fds:
             os.dup2(job.fds[name], number)

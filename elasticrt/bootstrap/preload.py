@@ -14,7 +14,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
 from elasticrt import torch_versions
@@ -53,48 +53,36 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
     # A library that looks for a GPU at its import then asks the driver's own list. Asking CUDA would keep every fork of
     # this process from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gc.disable()  # Imports make no garbage worth the time to look for it.
-    try:
-        return _warm_up(modules, directory, wanted)
-    finally:
-        gc.enable()
-
-
-def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> tuple[str, int]:
     sockets_before = set(own_sockets.own().values())
     # A fork has these loaded before the script runs, so a local file of that name would not be imported.
     for name in _ROOTS:
         if _shadows(name, directory):
             return f"the script's directory has a {name!r} of its own", 0
+    # Imports make no garbage worth the time to look for it. After an error this process forks no script, and collects
+    # nothing: it only starts programs.
+    gc.disable()
     try:
         threads = _import_torch()
     except ImportError as error:
         return f"torch cannot be imported: {error}", 0
-    with _first_on_path(directory):
+    if directory:  # As a script in it imports.
+        sys.path.insert(0, directory)
+    try:
         for name in modules:
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                return f"--preload {name}: {error}", threads
+            importlib.import_module(name)
+    except ImportError as error:
+        return f"--preload {name}: {error}", threads
+    finally:
+        if directory:
+            sys.path.remove(directory)
     for name in wanted:
         if not _shadows(name.partition(".")[0], directory):
             _import_if_there(name)
     # Nothing that exists now is ever garbage. The collector would touch it, and so copy it, in every worker.
     gc.freeze()
+    gc.enable()
     why = _why_unsafe(sockets_before)
     return f"a preloaded module {why}" if why else "", threads
-
-
-@contextlib.contextmanager
-def _first_on_path(directory: str) -> Iterator[None]:
-    """Import as a script in `directory` does ("" for none)."""
-    if directory:
-        sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        if directory:
-            sys.path.remove(directory)
 
 
 def _why_unsafe(sockets_before: set[str]) -> str:

@@ -32,7 +32,8 @@ def adopt_orphans() -> None:
 
 def members(session_ids: Collection[int]) -> list[int]:
     """The processes in these sessions, without ended ones that another process has to reap."""
-    return [pid for pid in in_sessions(session_ids) if not _is_foreign_zombie(pid)]
+    found, me = [(pid, stat(pid)) for pid in in_sessions(session_ids)], os.getpid()
+    return [pid for pid, each in found if each is not None and (not each.ended or each.parent == me)]
 
 
 def children() -> list[int]:
@@ -73,8 +74,3 @@ def kill_sessions(session_ids: Collection[int]) -> None:
             os.killpg(session_id, signal.SIGKILL)
     for pid in members(session_ids):
         kill(pid, signal.SIGKILL)
-
-
-def _is_foreign_zombie(pid: int) -> bool:
-    found = stat(pid)
-    return found is None or (found.ended and found.parent != os.getpid())

@@ -28,18 +28,8 @@ from elasticrt.ipc.messages import HANDED_OVER_CODE
 
 _LOADED_BY_ANY_PYTHON = frozenset(
     (
-        "builtins",
-        "sys",
-        "os",
-        "io",
-        "abc",
-        "site",
-        "stat",
-        "codecs",
-        "encodings",
-        "posixpath",
-        "genericpath",
-        "zipimport",
+        *("builtins", "sys", "os", "io", "abc", "site", "stat"),
+        *("codecs", "encodings", "posixpath", "genericpath", "zipimport"),
     )
 )
 """Modules that exist before the first line of any script, so that a local file of that name is never imported."""
@@ -49,8 +39,7 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     """Run the script `command[0]`, or with `module` the module of that name, with the rest as arguments, and end."""
     _take_environment(env)
     _take_identity()
-    _fresh_random_numbers()
-    _set_threads(env, torch_threads)
+    _prepare_torch(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
     process_groups.keep()
@@ -63,7 +52,9 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     is_fork = os.getpid() != me  # One that the script has made, which must not act for the worker.
     names = ["__main__", *_imported_since(last)]
     # The link is made here: an interpreter that is ending starts no threads.
-    host = agent_client.agent_link() if code == 0 and not is_fork and _hosts_store() else None
+    worker = agent_client.worker_env()  # Of the generation that it is in now.
+    hosts_store = worker is not None and worker.rank == 0 and worker.world_size > 1
+    host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
     shutdown.leave(code, names, host)
 
 
@@ -76,12 +67,6 @@ def _imported_since(marker: str) -> list[str]:
             break
         found.append(name)
     return found[::-1]
-
-
-def _hosts_store() -> bool:
-    """Whether this worker holds its group's store: rank 0 of the generation that it is in now."""
-    worker = agent_client.worker_env()
-    return worker is not None and worker.rank == 0 and worker.world_size > 1
 
 
 def _take_environment(env: Mapping[str, str]) -> None:
@@ -102,19 +87,13 @@ def _take_identity() -> None:
         sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
 
 
-def _fresh_random_numbers() -> None:
+def _prepare_torch(env: Mapping[str, str], torch_threads: int) -> None:
+    import torch
+
     # All workers are copies of one process, and would draw the same numbers. Python's own `random` reseeds itself.
-    import torch
-
     torch.default_generator.seed()
-    random = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()
-
-
-def _set_threads(env: Mapping[str, str], torch_threads: int) -> None:
-    import torch
-
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     # The first number of a list like "4,2"; the others are for nested parallelism.
     wanted = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else torch_threads)

@@ -77,14 +77,13 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         yield "etcd", _asked(endpoint, options, own=False)
     if endpoints:
         return
-    data = embedded.make_data()
-    etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data), uuid4().hex)
-    try:
-        etcd.start()
-        yield "etcd", _asked(etcd.address, options, own=True)
-    finally:
-        etcd.stop()
-        embedded.remove_data(data)
+    with embedded.new_data() as data:
+        etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data), uuid4().hex)
+        try:
+            etcd.start()
+            yield "etcd", _asked(etcd.address, options, own=True)
+        finally:
+            etcd.stop()
 
 
 def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:

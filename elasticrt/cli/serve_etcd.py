@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,9 @@ def main(arguments: argparse.Namespace) -> int:
         given = Address("https" if options.tls else "http", *options.listen)
         listen = etcd_server.claim(given, "--listen")
     binary = etcd_server.find_binary()
-    directory = options.data_dir or embedded.make_data()
-    try:
-        with _held(directory):
-            listen = listen or _socket_in(directory)
-            return serve(binary, directory, listen, given or listen, options)
-    finally:
-        if options.data_dir is None:
-            embedded.remove_data(directory)
+    with nullcontext(options.data_dir) if options.data_dir else embedded.new_data() as directory, _held(directory):
+        listen = listen or _socket_in(directory)
+        return serve(binary, directory, listen, given or listen, options)
 
 
 @contextmanager

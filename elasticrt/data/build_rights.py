@@ -6,13 +6,11 @@ fenced by the generation. Both have the same methods.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 import re
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from elasticrt.data import prepared_dir
 from elasticrt.distributed import agent_client
-from elasticrt.errors import PreparationError, explain
+from elasticrt.errors import PreparationError
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.messages import Built, Claim, Reply
 
@@ -29,9 +27,6 @@ _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
 
 _ERROR_CHARS = 1000
-_FLOCK = "hhqqi"
-"""The kernel's `struct flock`: type, whence, start, length, and the process that has the lock."""
-
 _threads: dict[str, threading.Lock] = {}
 
 
@@ -47,10 +42,12 @@ class LockRight:
 
     Attributes:
         poll_s: seconds between two questions.
+        holder: who builds, in words.
         workshop: a part of the names of the private directories that are built in.
     """
 
     poll_s = 0.1
+    holder = "another process of this node"
     workshop = "building"
 
     def __init__(self, target: Path) -> None:
@@ -66,25 +63,18 @@ class LockRight:
         held = False
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-            with contextlib.suppress(BlockingIOError, PermissionError):  # Either says that another process has it.
+            try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
+            except (BlockingIOError, PermissionError):  # Either says that another process has it, which says who it is.
+                self.holder = os.read(self._fd, 100).decode(errors="replace") or self.holder
+                return False
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, f"process {os.getpid()}".encode())
+            held = True
         finally:
             if not held:
                 self.release()
         return held
-
-    def holder(self) -> str:
-        """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""
-        with contextlib.suppress(OSError):
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                lock = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-            finally:
-                os.close(fd)
-            kind, _, _, _, pid = struct.unpack(_FLOCK, lock)
-            return f"process {pid}" if kind == fcntl.F_WRLCK else ""
-        return ""
 
     def sweep(self) -> None:
         """Before building: remove what dead builders left."""
@@ -130,7 +120,7 @@ class ClaimRight:
         self._generation = 0 if worker is None else worker.generation
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
-        self._holder = "another process of this node"
+        self.holder = "another process of this node"
         self._done_at = 0.0
         self.workshop = f"shared-{self._generation}"
 
@@ -142,18 +132,14 @@ class ClaimRight:
         if reply.ok:
             return True
         # After "unsure" the claim may stand: it is asked for again.
-        answer, _, self._holder = (part.strip() for part in reply.reason.partition(":"))
+        answer, _, self.holder = (part.strip() for part in reply.reason.partition(":"))
         if answer == "failed" and not prepared_dir.fits(self._target, self._version):
-            raise PreparationError(self._holder or "the build failed elsewhere")
+            raise PreparationError(self.holder or "the build failed elsewhere")
         if answer == "done":
             self._check_visible()
         elif answer not in ("wait", "failed", "unsure"):
-            raise PreparationError(explain("the agent refuses the preparation", str(self._target), got=reply.reason))
+            raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
         return False
-
-    def holder(self) -> str:
-        """The node that builds."""
-        return self._holder
 
     def sweep(self) -> None:
         """Only of earlier generations: a builder of this one may be paused, and live."""
@@ -187,19 +173,14 @@ class ClaimRight:
     def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make, _ANSWER_S)
         if reply is None:
-            text = explain("no answer from the agent", str(self._target), got=f"nothing in {_ANSWER_S:.0f} s")
-            raise PreparationError(text)
+            got = f"nothing in {_ANSWER_S:.0f} s"
+            raise PreparationError("no answer from the agent", str(self._target), got=got)
         return reply
 
     def _check_visible(self) -> None:
         self._done_at = self._done_at or time.monotonic()
         if time.monotonic() - self._done_at > _VISIBLE_S:
-            raise PreparationError(
-                explain(
-                    "prepared, but not there",
-                    str(self._target),
-                    got=f"nothing that fits its record for {_VISIBLE_S:.0f} s",
-                    expected='storage that all nodes share (scope="shared")',
-                    remedy='Use scope="node", or another version',
-                )
-            )
+            got, expected = f"nothing that fits its record for {_VISIBLE_S:.0f} s", "storage that all nodes share"
+            remedy = 'Use scope="node", or another version'
+            where = str(self._target)
+            raise PreparationError("prepared, but not there", where, got=got, expected=expected, remedy=remedy)

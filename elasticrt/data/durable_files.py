@@ -93,7 +93,9 @@ class Directory:
         Raises OSError (no space, read-only ...) and what `fill` raises; then nothing is left of it, and a file that had
         this name before is untouched.
         """
-        self._check_same()
+        mine, there = os.fstat(self.fd), self.path.stat()  # FileNotFoundError is an OSError and says the same.
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, FILE_MODE, dir_fd=self.fd)
         try:
@@ -162,12 +164,6 @@ class Directory:
         finally:
             os.close(fd)
 
-    def _check_same(self) -> None:
-        mine = os.fstat(self.fd)
-        there = self.path.stat()  # FileNotFoundError is an OSError and says the same.
-        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
-
 
 def _pieces(fd: int, size: int) -> Iterator[memoryview]:
     """The first `size` bytes of a file, each piece where the one before was. Raises Unfit when there are fewer."""
@@ -188,7 +184,7 @@ def _make(path: Path) -> None:
             # All changes go through `os`, so that tests can stand in for it.
             os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
         with contextlib.suppress(PermissionError):  # A directory that may be written to and not read cannot be synced.
-            sync_directory(each.parent)
+            sync(each.parent)
 
 
 def sync_tree(root: Path) -> None:
@@ -197,17 +193,13 @@ def sync_tree(root: Path) -> None:
         for name in names:
             path = Path(folder, name)
             if path.is_file() and not path.is_symlink():
-                _sync(path, os.O_RDONLY)
-        _sync(Path(folder), os.O_RDONLY | os.O_DIRECTORY)
+                sync(path)
+        sync(Path(folder))
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names in a directory. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

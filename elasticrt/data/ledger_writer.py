@@ -65,7 +65,7 @@ class Ledger:
         try:
             self._history = [(str(start), int(last)) for start, last in history]  # type: ignore[attr-defined]
         except (TypeError, ValueError):
-            raise CheckpointError(explain("not a history", "checkpoint", got=history)) from None
+            raise CheckpointError("not a history", "checkpoint", got=history) from None
 
     def history(self, steps: int) -> list[list[str | int]]:
         """What a state of `steps` descends from, as plain values."""

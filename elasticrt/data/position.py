@@ -52,17 +52,13 @@ class Position(NamedTuple):
         """Whether no more steps are wanted."""
         return steps_max is not None and self.steps >= steps_max
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return self._asdict()
-
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Position:
-        """The reverse. Raises CheckpointError."""
+        """The reverse of `_asdict`. Raises CheckpointError."""
         kinds = {"steps": int, "epoch": int, "batches": int, "open": bool, "drained": bool}
         good = set(fields) == set(kinds) and all(type(fields[name]) is kind for name, kind in kinds.items())
         if not good or min(fields["steps"], fields["epoch"], fields["batches"]) < 0:
-            raise CheckpointError(explain("not a position", "checkpoint", got=dict(fields)))
+            raise CheckpointError("not a position", "checkpoint", got=dict(fields))
         return cls(**fields)
 
 
@@ -87,7 +83,7 @@ class SaveInterval:
         if word in ("step", "epoch") and number.isdigit() and int(number) > 0:
             return cls(int(number), "steps" if word == "step" else "epochs")
         expected = '"30s", "5 min", "200 steps" or "1 epoch", more than none'
-        raise ConfigError(explain("not a distance between saves", "Loop(every=)", got=text, expected=expected))
+        raise ConfigError("not a distance between saves", "Loop(every=)", got=text, expected=expected)
 
     def is_due(self, position: Position, saved: Position, since_s: float) -> bool:
         """Whether to save now. `saved` is the position of the newest save (at the start: where the loop began), since_s

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elasticrt.data import prepared_dir
 from elasticrt.data.build_rights import ClaimRight, LockRight
-from elasticrt.data.durable_files import sync_directory
+from elasticrt.data.durable_files import sync
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import ConfigError, PreparationError, explain
@@ -95,56 +95,42 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
     if prepared_dir.fits(target, version):
         return
     agent = agent_client.agent_link() if scope == "shared" else None
-    began = time.monotonic()
+    page, began = agent_client.status_page(), time.monotonic()
     try:
         make_directory(target.parent)
         right = LockRight(target) if agent is None else ClaimRight(agent, target, version)
-        while not _built(right, target, build, version) and not prepared_dir.fits(target, version):
+        while True:
+            if right.ask():
+                try:
+                    page.building = 1  # The agent lets it finish when the membership changes.
+                    if _build(right, target, build, version):
+                        return
+                finally:
+                    page.building = 0
+                    right.release()
+            # Another process has built it, or takes over from here: this one has no right, or has lost it.
+            if prepared_dir.fits(target, version):
+                return
             _pause(right, target, time.monotonic() - began, limit_s)
     except OSError as error:
         raise _failed(target, error) from error
 
 
 def _failed(target: Path, error: OSError) -> PreparationError:
-    return PreparationError(
-        explain(
-            "preparation failed",
-            str(target),
-            got=error,
-            expected="a directory that this user can write to, with room",
-            remedy="Mend it, or prepare the data in another directory",
-        )
-    )
-
-
-def _built(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
-    """Build and publish, if this process gets the right; whether it has, and kept it until the end."""
-    page = agent_client.status_page()
-    if not right.ask():
-        return False
-    try:
-        page.building = 1  # The agent lets it finish when the membership changes.
-        return _build(right, target, build, version)
-    finally:
-        page.building = 0
-        right.release()
+    expected, remedy = "a directory that this user can write to, with room", "Mend it, or prepare the data elsewhere"
+    return PreparationError("preparation failed", str(target), got=error, expected=expected, remedy=remedy)
 
 
 def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s: float) -> None:
     """Wait until it is time to ask for the right again, and say so. Raises PreparationError after `limit_s`."""
     if waited_s >= limit_s:
-        raise PreparationError(
-            explain(
-                "waited too long for the preparation",
-                str(target),
-                got=f"{waited_s:.0f} s; built by {right.holder() or 'another process'}",
-                remedy="Give it a larger timeout_s, or look at what the builder is doing",
-            )
-        )
+        got = f"{waited_s:.0f} s; built by {right.holder or 'another process'}"
+        remedy = "Give it a larger timeout_s, or look at what the builder is doing"
+        raise PreparationError("waited too long for the preparation", str(target), got=got, remedy=remedy)
     pause_s = min(right.poll_s, limit_s - waited_s)
     time.sleep(pause_s)
     if (waited_s + pause_s) // PROGRESS_S > waited_s // PROGRESS_S:
-        say(f"waiting for {target}: {right.holder() or 'another process'} builds, {waited_s:.0f} s so far")
+        say(f"waiting for {target}: {right.holder or 'another process'} builds, {waited_s:.0f} s so far")
 
 
 def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
@@ -171,14 +157,9 @@ def _fill(workshop: Path, target: Path, build: Callable[[Path], object], version
         try:
             build(workshop)
         except (Exception, SystemExit) as error:
-            text = explain(
-                "the build function failed",
-                str(target),
-                got=f"{type(error).__name__}: {error}",
-                expected="a build without an exception",
-                remedy="Mend it, then start again",
-            )
-            raise PreparationError(text) from error
+            got, expected = f"{type(error).__name__}: {error}", "a build without an exception"
+            what, remedy = "the build function failed", "Mend it, then start again"
+            raise PreparationError(what, str(target), got=got, expected=expected, remedy=remedy) from error
         prepared_dir.describe(workshop, version, str(target))
     except OSError as error:
         raise _failed(target, error) from error
@@ -201,8 +182,8 @@ def _checked(path: object, build: object, version: object, scope: object, timeou
     target = Path(os.path.realpath(path))
     # What is at `target` may be replaced, so a path that can only be a mistake is refused.
     if target in (Path.home(), *Path.cwd().parents, Path.cwd()) or os.path.ismount(target) or target.is_file():
-        expected = "a directory of its own"
-        raise ConfigError(explain("not a place for prepared data", where, got=str(target), expected=expected))
+        got, expected = str(target), "a directory of its own"
+        raise ConfigError("not a place for prepared data", where, got=got, expected=expected)
     return target
 
 
@@ -220,6 +201,6 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
         target.rename(aside)
     workshop.rename(target)
-    sync_directory(target.parent)
+    sync(target.parent)
     if aside is not None and aside.name.startswith("."):
         shutil.rmtree(aside, ignore_errors=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.data.durable_files import sync_tree
-from elasticrt.errors import PreparationError, explain
+from elasticrt.errors import PreparationError
 from elasticrt.ipc.file_modes import write_text
 
 RECORD = ".elasticrt-prepared.json"
@@ -27,9 +27,7 @@ def describe(directory: Path, version: str, shown: str) -> None:
     """
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
     if not paths:
-        raise PreparationError(
-            explain("the build function made nothing", shown, got="an empty directory", expected="some file")
-        )
+        raise PreparationError("the build function made nothing", shown, got="an empty directory", expected="some file")
     _write(directory, version, [{**_stamp(path), "path": str(path.relative_to(directory))} for path in paths])
     sync_tree(directory)
 

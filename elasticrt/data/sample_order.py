@@ -85,5 +85,6 @@ def strided(samples: int, consumed: int, rank: int, world_size: int, *, drop_las
     most world_size - 1 of them), with it the tail is left out.
     """
     left = max(0, samples - consumed)
+    # Modulo what is left: the last ranks of the last batch begin again at its head.
     for k in range(batch_count(left, 0, world_size, drop_last=drop_last)):
         yield consumed + (k * world_size + rank) % left

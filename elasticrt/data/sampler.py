@@ -32,15 +32,9 @@ class _Position:
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int, rank: int | None, world_size: int | None) -> None:
         self._where = type(self).__name__
         if not isinstance(dataset, Sized):
-            raise TypeError(
-                explain(
-                    "the dataset has no length",
-                    self._where,
-                    got=type(dataset).__name__,
-                    expected="a map-style dataset",
-                    remedy="An IterableDataset brings its own order and needs no sampler",
-                )
-            )
+            got, expected = type(dataset).__name__, "a map-style dataset"
+            what, remedy = "the dataset has no length", "An IterableDataset brings its own order and needs no sampler"
+            raise TypeError(explain(what, self._where, got=got, expected=expected, remedy=remedy))
         self._samples = whole_number(len(dataset), "the dataset's length", self._where, 1)
         self._shuffle = bool(shuffle)
         self._seed = whole_number(seed, "seed", self._where, 0)
@@ -92,22 +86,15 @@ class _Position:
         own = self.state_dict()
         missing = set(own) - set(state)
         if missing:
-            raise CheckpointError(explain("not a sampler's state", self._where, got=f"without {sorted(missing)}"))
+            raise CheckpointError("not a sampler's state", self._where, got=f"without {sorted(missing)}")
         for name in ("kind", "samples", *(("shuffle", "seed") if state["consumed"] else ())):
             if state[name] != (now := own[name]):
-                raise CheckpointError(
-                    explain(
-                        f"the checkpoint's {name} is not this sampler's",
-                        self._where,
-                        got=f"{name}={state[name]} in the checkpoint",
-                        expected=f"{name}={now} as now",
-                    )
-                )
+                got, expected = f"{name}={state[name]} in the checkpoint", f"{name}={now} as now"
+                what = f"the checkpoint's {name} is not this sampler's"
+                raise CheckpointError(what, self._where, got=got, expected=expected)
         epoch, consumed = state["epoch"], state["consumed"]
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed <= self._samples:
-            raise CheckpointError(
-                explain("impossible position", self._where, got=f"epoch {epoch}, consumed {consumed}")
-            )
+            raise CheckpointError("impossible position", self._where, got=f"epoch {epoch}, consumed {consumed}")
         self._epoch, self._consumed = epoch, consumed
 
     def _rank_and_world(self) -> tuple[int, int]:
@@ -157,14 +144,9 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         )
         self._drop_last = bool(drop_last)
         if self._drop_last and self._samples < self._batch_size:
-            raise ValueError(
-                explain(
-                    "an epoch without a single batch",
-                    self._where,
-                    got=f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True",
-                    remedy="Use drop_last=False or a smaller global_batch_size",
-                )
-            )
+            got = f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True"
+            what, remedy = "an epoch without a single batch", "Use drop_last=False or a smaller global_batch_size"
+            raise ValueError(explain(what, self._where, got=got, remedy=remedy))
 
     @property
     def micro_batch_size(self) -> int | None:

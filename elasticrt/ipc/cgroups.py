@@ -56,7 +56,9 @@ def groups(memberships: str, mounts: str) -> list[tuple[str, Names]]:
         place, _, what = line.partition(" - ")
         kind, _, options = what.split(" ")[:3]  # The second one, the mount's source, may be empty.
         if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
-            root, top = (_unescaped(field) for field in place.split(" ")[3:5])
+            # Blanks and the like are octal numbers in mountinfo.
+            octal = re.compile(r"\\([0-7]{3})")
+            root, top = (octal.sub(lambda found: chr(int(found[1], 8)), field) for field in place.split(" ")[3:5])
             found += [(directory, VERSIONS[kind]) for directory in _upwards(paths[kind], root, top)]
     return found
 
@@ -75,11 +77,6 @@ def _upwards(path: str, root: str, top: str) -> list[str]:
     visible = group.is_relative_to(root) and ".." not in group.parts
     below = group.relative_to(root) if visible else PurePosixPath()
     return [str(PurePosixPath(top) / each) for each in (below, *below.parents)]
-
-
-def _unescaped(field: str) -> str:
-    """A field of mountinfo, where blanks and the like are octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[Path, Names]]:
@@ -105,6 +102,7 @@ def room(files: Mapping[str, str], names: Names) -> int | None:
     usage = files.get(names.usage, "").strip()
     if not limits or not usage.isdigit():
         return None
+    # What was read from files lately counts as used: training reads it again.
     stat = dict(line.split(None, 1) for line in files.get(STAT, "").splitlines())
     used = max(0, int(usage) - int(stat.get(names.cache, 0)))
     return max(0, min(limits) - used)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from elasticrt.ipc.messages import FRAME_MAX_BYTES, Message, decode, encode
 
 _LENGTH = struct.Struct("!I")
+# A Start brings six. The kernel drops what has no room here.
 _FDS_MAX = 16
 
 
@@ -66,10 +67,11 @@ class Channel:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            message = self._next_frame()
-            if message is not None:
+            if self.pending():
+                body = bytes(self._buffer[_LENGTH.size :])
+                self._buffer.clear()
                 fds, self._fds = self._fds, []
-                return message, fds
+                return decode(body), fds
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._socket], [], [], wait_s)[0]:
                 return None
@@ -77,10 +79,7 @@ class Channel:
 
     def pending(self) -> bool:
         """Whether a whole message is buffered, which `select` on the socket would miss."""
-        if len(self._buffer) < _LENGTH.size:
-            return False
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        return len(self._buffer) >= _LENGTH.size + int(length)
+        return self._missing() == 0
 
     def close(self) -> None:
         """Close this end, and descriptors that were received with an incomplete frame."""
@@ -89,24 +88,22 @@ class Channel:
         self._fds = []
         self._socket.close()
 
-    def _next_frame(self) -> Message | None:
-        if not self.pending():
-            return None
+    def _missing(self) -> int:
+        """Bytes that are missing of the present frame, or of its length. Raises ValueError when it is too long."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size - len(self._buffer)
         (length,) = _LENGTH.unpack_from(self._buffer)
-        body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-        del self._buffer[: _LENGTH.size + length]
-        return decode(body)
+        if length > FRAME_MAX_BYTES:
+            raise ValueError("a frame larger than any message")
+        return _LENGTH.size + int(length) - len(self._buffer)
 
     def _read_some(self) -> None:
         # Read no further than this frame. Otherwise a frame without descriptors would get those of the next one: the
         # kernel ends a recvmsg after descriptors, not before them.
-        wanted = _LENGTH.size - len(self._buffer)
-        if wanted <= 0:
-            wanted = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0]) - len(self._buffer)
         try:
             ancillary_size = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
             flags = socket.MSG_CMSG_CLOEXEC
-            data, ancillary, _flags, _ = self._socket.recvmsg(min(wanted, 1 << 16), ancillary_size, flags)
+            data, ancillary, _flags, _ = self._socket.recvmsg(min(self._missing(), 1 << 16), ancillary_size, flags)
         except ConnectionResetError as error:
             raise ChannelClosed(str(error)) from error
         for level, kind, payload in ancillary:
@@ -117,5 +114,3 @@ class Channel:
         if not data:
             raise ChannelClosed("end of stream")
         self._buffer += data
-        if len(self._buffer) >= _LENGTH.size and _LENGTH.unpack_from(self._buffer)[0] > FRAME_MAX_BYTES:
-            raise ValueError("a frame larger than any message")

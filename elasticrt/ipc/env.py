@@ -20,15 +20,8 @@ REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
 """Our own credentials and server settings."""
 
 HIDDEN = (
-    "SLURM_GTIDS",
-    "SLURM_LOCALID",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_TASKS_PER_NODE",
+    *("SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 )
 """Variables of SLURM's own task, which is the agent. Libraries would take them for the worker's rank and world size,
 and meet at an address of their own. The rest of the user's environment is not touched."""

@@ -1,15 +1,8 @@
 """The messages between an agent, its worker parent and its workers. Pure values and their encoding.
 
 A message is one frozen dataclass, sent as one frame (`ipc.channel`): JSON, the class name under "kind". Unknown
-kinds, missing or extra fields are refused: both ends come from the same installation.
-
-Directions:
-
-* agent -> parent: Start (one for each worker, with its file descriptors), Signal. A closed channel means "end".
-* parent -> agent: Warm, Started, Exited.
-* worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built. So is a
-  Copied with a number.
-* agent -> worker: Reply, Reseat, Release, Look.
+kinds, missing or extra fields are refused: both ends come from the same installation. The unions at the end of the
+kinds say which way they go.
 """
 
 from __future__ import annotations
@@ -263,9 +256,12 @@ class Look:
     """Steps stand still: the worker writes the number of collectives that it has begun on its status page."""
 
 
+# From a worker, each answered by a Reply, as a Copied with a number is.
 Request = Save | Own | Claim | Built
-FromParent = Warm | Started | Exited
 FromWorker = Step | Copied | Unsaved | Damaged | Left | Done | Request
+FromParent = Warm | Started | Exited
+# The others come from the agent: to the worker parent Start and Signal (a closed channel means "end"), to a worker the
+# rest.
 Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -286,6 +282,7 @@ def decode(data: bytes) -> Message:
     try:
         fields = json.loads(data)
         message: Message = typed(_KINDS[fields.pop("kind")], fields)
+    # A recursion error is how JSON that is nested too deeply ends.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
     return message

@@ -1,4 +1,4 @@
-"""The sockets of this process, with those that a library has opened."""
+"""The sockets of a process, this one if no other is named, with those that a library has opened."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import socket
 
 
-def own() -> dict[int, str]:
-    """The name of each socket, by descriptor. The name has the inode, because descriptors are used again."""
+def own(pid: int | str = "self") -> dict[int, str]:
+    """The name of each socket of process `pid`, by descriptor. Raises OSError when that has ended.
+
+    The name has the inode, because descriptors are used again.
+    """
     found = {}
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
+    for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  Names are all we need.
         with contextlib.suppress(OSError):  # It is closed by now, as the listing's own is.
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115  As above.
+            target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115  As above.
             if target.startswith("socket:"):
                 found[int(name)] = target
     return found

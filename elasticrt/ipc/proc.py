@@ -11,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticrt.ipc import own_sockets
+
 PF_EXITING = 0x4
 """The kernel's flag of a process that ends. Its files are closed then one by one, and its memory is given back."""
 
@@ -91,17 +93,16 @@ def unacknowledged(pid: int) -> list[str]:
 
     A stopped or dead process on a live machine is not among them: its kernel acknowledges, or refuses.
     """
-    own, lines = set(), []
+    own: set[str] = set()
+    lines: list[list[str]] = []
     with contextlib.suppress(OSError):  # The process has ended, or there is no IPv6.
-        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-            with contextlib.suppress(OSError):  # It was closed while we looked.
-                own.add(os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1])  # noqa: PTH115  "socket:[1234]"
+        own = set(own_sockets.own(pid).values())
         for name in ("tcp", "tcp6"):
             lines += [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
     found = {
         _address(line[2].partition(":")[0])
         for line in lines
-        if line[9] in own and line[5][:2] == "01" and int(line[6], 16) >= RETRANSMISSIONS_MIN
+        if f"socket:[{line[9]}]" in own and line[5][:2] == "01" and int(line[6], 16) >= RETRANSMISSIONS_MIN
     }
     return sorted(found)
 

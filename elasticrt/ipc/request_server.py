@@ -99,6 +99,7 @@ class RequestServer:
             self.hang_up(client)
 
     def _accept(self) -> None:
+        # The oldest one goes, not the newcomer: clients that say nothing must not keep out one that asks.
         if len(self._clients) >= self._clients_max:
             self.hang_up(next(iter(self._clients)))
         try:

@@ -78,10 +78,11 @@ def write(stream: TextIO | None, text: str) -> bool:
             stream.write(end + text)
             stream.flush()
     except BrokenPipeError:
-        _drop(stream)
+        # All later output is dropped, and what is still buffered, which Python flushes at its end.
+        point_to_null(stream.fileno())
         return False
     except OSError as error:
-        _drop(stream)
+        point_to_null(stream.fileno())
         raise Unwritable(error.errno, error.strerror) from error
     return True
 
@@ -103,15 +104,15 @@ def tell(text: str) -> None:
         write(sys.stderr, text)
 
 
+def point_to_null(fd: int) -> None:
+    """Open /dev/null as the descriptor `fd`, in place of what it was."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd)
+    os.close(null)
+
+
 def occupy() -> None:
     """Open /dev/null for each closed standard descriptor. The next file would get its number, and workers' output."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-
-
-def _drop(stream: TextIO) -> None:
-    """Drop all later output, and what is still buffered, which Python flushes at its end."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)

@@ -32,6 +32,7 @@ def typed(kind: type[Made], found: Mapping[str, Any]) -> Made:
     values = {}
     for name, value in found.items():
         types, is_tuple = expected.get(name, ((), False))
+        # Not isinstance: True is an int for that, and no number here.
         if type(value) not in types:
             raise TypeError(f"{name!r} is no field of {kind.__name__}, or of another type")
         values[name] = tuple(value) if is_tuple else value

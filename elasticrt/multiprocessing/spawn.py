@@ -1,7 +1,10 @@
 """`elasticrt.spawn`: `torch.multiprocessing.spawn`, elastic.
 
-A call runs one node's agent as a child process, whose workers call the function instead of running a script. The agent
-is on a leash: however this process ends, the agent and its workers end.
+A call runs one node's agent as a child process, whose workers run this module as their script: they find the function
+as multiprocessing does, and call it. The agent is on a leash: however this process ends, the agent and its workers end.
+
+The call and the returned values are in memory files of the caller. Workers get the paths of the caller's descriptors,
+which only the same user can open, and which end with the caller.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from elasticrt.errors import ConfigError, ElasticError, explain
+from elasticrt.errors import ConfigError, ElasticError
 from elasticrt.ipc.leash import command_of
-from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
 
 STOP_S = 30.0
 """How long the agent may take to end its workers, their grace included, before it is killed, and they with it."""
 
-WORKER_MODULE = "elasticrt.bootstrap.spawn_main"
 FLUSH_S = 5.0
+_CALL = "ELASTICRT_CALL"
+"""The path of the pickled call."""
+
+_VALUES = "ELASTICRT_CALL_VALUES"
+"""The paths for the returned values, one for each local rank, with colons between them."""
+
 _LAST_CHARACTERS = 8000
 _COMPLAINT = "elasticrt: error: "
 
@@ -63,18 +70,16 @@ def spawn(
     the function, its arguments or an option cannot be used, and the agent's other errors by their exit codes.
     """
     if join is not True:
-        raise ConfigError(
-            explain("spawn waits for its workers", "spawn", got=f"join={join!r}", remedy="Call it in a thread")
-        )
+        raise ConfigError("spawn waits for its workers", "spawn", got=f"join={join!r}", remedy="Call it in a thread")
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 4096:
-        raise ConfigError(explain("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096"))
+        raise ConfigError("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096")
     call = _pickled(fn, tuple(args))
     command = ["--nproc-per-node", str(nprocs), "--nnodes", f"{min_nodes}:{max_nodes}"]
-    command += ["--module", WORKER_MODULE, f"{fn.__module__}:{fn.__qualname__}"]
+    command += ["--module", "elasticrt.multiprocessing.spawn", f"{fn.__module__}:{fn.__qualname__}"]
     with _memory() as ours, contextlib.ExitStack() as closing:
         Path(ours).write_bytes(call)
         values = [closing.enter_context(_memory()) for _ in range(nprocs)]
-        _run(command, {CALL_VARIABLE: ours, VALUES_VARIABLE: ":".join(values)})
+        _run(command, {_CALL: ours, _VALUES: ":".join(values)})
         found = [Path(path).read_bytes() for path in values]
     return dict(sorted(pickle.loads(data) for data in found if data))  # noqa: S301  From our own workers.
 
@@ -90,9 +95,12 @@ def _memory() -> Iterator[str]:
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The pickled call. Raises ConfigError for a call that can't be pickled."""
+    """The call: the caller's main module and paths, the pickled function, and whether cloudpickle has pickled it.
+
+    Raises ConfigError for a call that can't be pickled.
+    """
     if not callable(fn) or not hasattr(fn, "__qualname__"):
-        raise ConfigError(explain("not a function", "spawn", got=type(fn).__name__))
+        raise ConfigError("not a function", "spawn", got=type(fn).__name__)
     preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
     preparation.pop("authkey", None)  # It must not be pickled, and workers are no children of multiprocessing's.
     by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
@@ -100,29 +108,22 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            explain(
-                "a call that can't be sent to workers",
-                "spawn",
-                got=error,
-                expected="a function at the top of a module, script or cell, and arguments that can be pickled",
-                remedy="Define it with `def` at the top, not inside another function",
-            )
+            "a call that can't be sent to workers",
+            "spawn",
+            got=error,
+            expected="a function at the top of a module, script or cell, and arguments that can be pickled",
+            remedy="Define it with `def` at the top, not inside another function",
         ) from error
-    return pickle.dumps(SpawnPayload(preparation, function, by_value))
+    return pickle.dumps((preparation, function, by_value))
 
 
 def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError as error:
-        raise ConfigError(
-            explain(
-                "a function of an interactive session needs cloudpickle",
-                "spawn",
-                got=error,
-                remedy="pip install cloudpickle (or elasticrt[notebook]), or put the function into a file",
-            )
-        ) from error
+        what = "a function of an interactive session needs cloudpickle"
+        remedy = "pip install cloudpickle (or elasticrt[notebook]), or put the function into a file"
+        raise ConfigError(what, "spawn", got=error, remedy=remedy) from error
     return cloudpickle
 
 
@@ -195,16 +196,41 @@ def _raise_for(code: int, lines: Sequence[str], said: str) -> None:
     events = {event["event"]: event for event in map(json.loads, lines)}
     if code == 0:
         if "result" not in events:
-            raise ConfigError(
-                explain(
-                    "this run has succeeded before, so nothing was called",
-                    "spawn",
-                    got=f"ELASTICRT_RUN_ID={os.environ.get('ELASTICRT_RUN_ID', '')}",
-                    remedy="Take another run id, or set ELASTICRT_AGAIN=1",
-                )
-            )
+            got, remedy = os.environ.get("ELASTICRT_RUN_ID", ""), "Take another run id, or set ELASTICRT_AGAIN=1"
+            what = "this run has succeeded before, so nothing was called"
+            raise ConfigError(what, "spawn", got=f"ELASTICRT_RUN_ID={got}", remedy=remedy)
         return
     complaint = [line.removeprefix(_COMPLAINT) for line in said.splitlines() if line.startswith(_COMPLAINT)]
     reason = events["result"]["reason"] if "result" in events else f"the agent ended with code {code}"
     text = "\n".join([*(complaint[-1:] or [reason]), *([events["failure"]["text"]] if "failure" in events else [])])
     raise _ERRORS.get(code, ElasticError)(text)
+
+
+def _work() -> None:
+    """In a worker: call the function with the local rank, and write what it returns to the caller's memory."""
+    local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])  # LOCAL_RANK is 0 for all where each sees one GPU only.
+    target, rank = os.environ[_VALUES].split(":")[local_rank], int(os.environ["RANK"])
+    try:
+        call = Path(os.environ[_CALL]).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError("the process that called spawn is gone", "spawn", got=os.environ[_CALL]) from None
+    preparation, function, by_value = pickle.loads(call)  # noqa: S301  From our own caller.
+    # Imports the caller's main module under another name, so that what is below its `if __name__` does not run again.
+    multiprocessing.spawn.prepare(preparation)
+    function, arguments = pickle.loads(function)  # noqa: S301  The same.
+    value = function(local_rank, *arguments)
+    try:
+        data = (_cloudpickle() if by_value else pickle).dumps((rank, value))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "a value that can't be sent back",
+            f"spawn, rank {rank}",
+            got=f"{type(value).__name__}: {error}",
+            expected="a value that can be pickled",
+            remedy="Return tensors, numbers, texts, and lists, tuples or dicts of them",
+        ) from error
+    Path(target).write_bytes(data)
+
+
+if __name__ == "__main__":
+    _work()

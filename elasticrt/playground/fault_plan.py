@@ -7,8 +7,9 @@ their names (`node-0`); workers are named by their global rank. Seconds count fr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 
 from elasticrt.errors import ConfigError
 
@@ -64,17 +65,16 @@ def parse_fault(text: str) -> Fault:
     return Fault(text, what, int(found["number"] or 0), step, after_s)
 
 
-def due(faults: Iterable[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
+def due(faults: Sequence[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
     """Split the open `faults` into those that are due and the others, both in the order they were given.
 
     `step` is the highest global step that is finished (0: none), `elapsed_s` the time since the start in seconds.
     """
-    now: list[Fault] = []
-    later: list[Fault] = []
-    for fault in faults:
-        reached = step >= fault.step if fault.step is not None else elapsed_s >= (fault.after_s or 0.0)
-        (now if reached else later).append(fault)
-    return tuple(now), tuple(later)
+
+    def is_due(fault: Fault) -> bool:
+        return step >= fault.step if fault.step is not None else elapsed_s >= (fault.after_s or 0.0)
+
+    return tuple(filter(is_due, faults)), tuple(filterfalse(is_due, faults))
 
 
 def node_name(number: int) -> str:

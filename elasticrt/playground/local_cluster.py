@@ -182,7 +182,7 @@ class _Player:
                 self._faults, self._narration.story.step, now - self._narration.started_at
             )
             for fault in now_due:
-                self._show(self._narration.fault(fault.text, self._do(fault)))
+                self._show((narration.Line(f"!! {fault.text}  ({self._do(fault)})"),))
 
     def _stop(self, number: signal.Signals) -> None:
         """Send SIGTERM to all agents, or SIGKILL the second time."""

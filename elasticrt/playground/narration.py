@@ -84,10 +84,6 @@ class Narration:
                 return (*_lines(self._changes.tick(math.inf)), Line(f"-- {sentences.ending(record.event)}"))
         return lines
 
-    def fault(self, text: str, done: str) -> Lines:
-        """A fault `text` was carried out; `done` says how."""
-        return (Line(f"!! {text}  ({done})"),)
-
     def exited(self, node: str, code: int) -> Lines:
         """The agent of `node` has ended with `code` (negative: signal)."""
         self.ended[node] = code

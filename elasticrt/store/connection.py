@@ -178,9 +178,6 @@ class Connections:
             if endpoint is not None:
                 endpoint.close()
 
-    def __len__(self) -> int:
-        return len(self._addresses)
-
 
 class _Operation:
     """One operation's tries."""
@@ -200,8 +197,8 @@ class _Operation:
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
         # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
-        if self._repeatable and len(self._connections) > 1:
-            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
+        if self._repeatable and len(self._connections.names) > 1:
+            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections.names)))
         endpoint = self._connections.current()
         metadata, sent = endpoint.metadata, False
         try:
@@ -232,9 +229,14 @@ class _Operation:
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
                 self._connections.failed(endpoint, redial=True)
-                if len(self._untrusted) < len(self._connections):
+                if len(self._untrusted) < len(self._connections.names):
                     return _AgainError(f"{cause(details)} at {where}")
-                return untrusted(endpoint.address, details)
+                what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
+                remedy = "Check host and port; an etcd with TLS needs https://"
+                if endpoint.address.scheme == "https":
+                    files = "--etcd-ca-file, --etcd-cert-file and --etcd-key-file"
+                    remedy = f"Check that it is etcd with TLS, and {files}"
+                return StoreRefused(what, where, got=cause(details), expected=expected, remedy=remedy)
             case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
                 self._logins_left -= 1
                 return _AgainError(f"{details} at {where}")
@@ -261,16 +263,6 @@ def cause(details: str) -> str:
         text = re.sub(noise, "", text)
     resolving = re.search(r"address lookup failed for .*?: [^\]]*", text)
     return resolving.group() if resolving else text
-
-
-def untrusted(address: Address, details: str) -> StoreRefused:
-    """The error for a peer that is not the etcd we expect."""
-    if address.scheme == "https":
-        remedy = "Check that it is etcd with TLS, and --etcd-ca-file, --etcd-cert-file and --etcd-key-file"
-    else:
-        remedy = "Check host and port; an etcd with TLS needs https://"
-    what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
-    return StoreRefused(what, str(address), got=cause(details), expected=expected, remedy=remedy)
 
 
 def refused(what: str, where: str, code: str, details: str) -> StoreRefused:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
-from elasticrt.errors import ConfigError, StoreError, explain
+from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.proc import start_of
 from elasticrt.store import etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
@@ -76,15 +76,16 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
     """
     with locked() as (directory, lock_fd):
         record = record_of(directory, run_id)
-        served = _found(record)
-        if served is None:
+        if _living(record) is None:
             # No keeper that was killed removes its own record, and its run may never come back.
             for path in directory.glob("*.json"):
                 _living(path)
             _start(run_id, record, lock_fd, listen, linger_s)
-            served = _found(record)
-            if served is None:
-                raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
+        served = _living(record)
+        if served is None:
+            raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
+        # The keeper waits for the agent that has found its server: it compares this time before it ends.
+        os.utime(record)
         return served
 
 
@@ -140,14 +141,6 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _found(record: Path) -> Served | None:
-    """The server of a record, whose keeper from now on waits for the agent that has found it."""
-    served = _living(record)
-    if served is not None:
-        os.utime(record)  # The keeper compares this time before it ends, see `embedded_supervisor.Need`.
-    return served
-
-
 def _living(record: Path) -> Served | None:
     """The server of a record; None when its keeper has ended, and then the record is removed."""
     served = read_record(record)
@@ -181,23 +174,19 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             # This process will talk to the server: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
-            error = _answer(keeper)
+            text = b""
+            with suppress(subprocess.TimeoutExpired):
+                text, _ = keeper.communicate(timeout=START_S_MAX)
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
         raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
-    if error:
+    if not text:
+        what = "the keeper of the embedded etcd died while it started"
+        raise StoreError(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
+    # The keeper has said "" if its server is there, else why it is not.
+    if error := json.loads(text):
         raise StoreError(error)
-
-
-def _answer(keeper: subprocess.Popen[bytes]) -> str:
-    """What the keeper says when its server is there: "", or why it is not."""
-    with suppress(subprocess.TimeoutExpired):
-        text, _ = keeper.communicate(timeout=START_S_MAX)
-        if text:
-            return str(json.loads(text))
-    what = "the keeper of the embedded etcd died while it started"
-    return explain(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
 
 
 def _environment() -> dict[str, str]:
@@ -209,8 +198,9 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def make_data() -> Path:
-    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp.
+@contextmanager
+def new_data() -> Iterator[Path]:
+    """A data directory, removed afterwards, in which a server can have its socket: if the path is too long, in /tmp.
 
     It is locked until this process ends. A directory that is not locked was left by a process that was killed: it is
     removed.
@@ -221,11 +211,14 @@ def make_data() -> Path:
     for left in Path(where).glob(f"{DATA_PREFIX}*"):
         fd = -1 if what_is_unsafe(left) else _hold(left)
         if fd >= 0:
-            remove_data(left)
+            shutil.rmtree(left, ignore_errors=True)
             os.close(fd)
     while _hold(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
         pass  # Another process has taken it for one that was left.
-    return data
+    try:
+        yield data
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
 
 
 def _hold(data: Path) -> int:
@@ -238,11 +231,6 @@ def _hold(data: Path) -> int:
         return fd
     os.close(fd)
     return -1
-
-
-def remove_data(data: Path) -> None:
-    """Remove a server's data directory."""
-    shutil.rmtree(data, ignore_errors=True)
 
 
 def runtime_directory() -> Path:

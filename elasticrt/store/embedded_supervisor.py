@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.std_streams import point_to_null
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.embedded import Served
 from elasticrt.store.etcd_server import EtcdProcess
@@ -123,9 +124,7 @@ def _answer(error: str) -> None:
     """Tell the agent that has started us, which reads our standard output to its end: "", or why it did not work."""
     with suppress(BrokenPipeError):  # It was killed meanwhile; others find us.
         os.write(1, json.dumps(error).encode())
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    point_to_null(1)
 
 
 def main(text: str) -> None:
@@ -133,24 +132,23 @@ def main(text: str) -> None:
     order: dict[str, Any] = json.loads(text)
     if os.fork():
         os._exit(0)  # The agent has nothing to wait for, and init reaps the child.
-    signals = etcd_server.caught_signals()
-    data, record = embedded.make_data(), Path(order["record"])
-    listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
-    # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
-    etcd = EtcdProcess(Path(order["binary"]), data, listen, uuid4().hex, ("--unsafe-no-fsync",))
+    signals, record, me = etcd_server.caught_signals(), Path(order["record"]), os.getpid()
     try:
-        etcd.start()
-        me = os.getpid()
-        embedded.write_record(record, Served(etcd.address, me, start_of(me)))
-        _answer("")
-        os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
-        keep(order["run_id"], order["linger_s"], etcd, record, signals)
+        # The data is removed before the agent hears of an error: nothing is left behind.
+        with embedded.new_data() as data:
+            listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
+            # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
+            etcd = EtcdProcess(Path(order["binary"]), data, listen, uuid4().hex, ("--unsafe-no-fsync",))
+            try:
+                etcd.start()
+                embedded.write_record(record, Served(etcd.address, me, start_of(me)))
+                _answer("")
+                os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
+                keep(order["run_id"], order["linger_s"], etcd, record, signals)
+            finally:
+                etcd.stop()
     except StoreError as error:
-        embedded.remove_data(data)  # Before the agent hears of it: nothing is left behind.
         _answer(str(error))
-    finally:
-        etcd.stop()
-        embedded.remove_data(data)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class EtcdStore:
         credentials = credentials or Credentials()
         _check(addresses, credentials)
         self._connections = Connections(addresses, credentials, _dial, timeout_s)
-        self._watcher = Watcher(self._connections, self._identity)
+        self._watcher = Watcher(self._connections, lambda: self._store_id)
         self._store_id = ""
 
     @property
@@ -134,26 +134,17 @@ class EtcdStore:
         self._watcher.close()
         self._connections.close()
 
-    def _identity(self) -> str:
-        return self._store_id
-
 
 def _dial(address: Address, credentials: Credentials) -> Any:
     """An etcd3 client for one address; it connects with its first RPC."""
-    if address.scheme == "unix":  # Both together are gRPC's name of the target.
-        return etcd3.client(host="unix", port=address.host, grpc_options=CHANNEL_OPTIONS)
-    host = bracketed(address.host)
-    if address.scheme == "http":
-        return etcd3.client(host=host, port=address.port, grpc_options=CHANNEL_OPTIONS)
-    _check_files(credentials)
-    return etcd3.client(
-        host=host,
-        port=address.port,
-        ca_cert=credentials.ca_file or ssl.get_default_verify_paths().cafile,
-        cert_cert=credentials.cert_file,
-        cert_key=credentials.key_file,
-        grpc_options=CHANNEL_OPTIONS,
-    )
+    # gRPC's name of the target is host:port, so that of a socket is unix:/path.
+    unix = address.scheme == "unix"
+    host, port = ("unix", address.host) if unix else (bracketed(address.host), address.port)
+    tls: dict[str, str | None] = {}
+    if address.scheme == "https":
+        trusted = _check_files(credentials)
+        tls = {"ca_cert": trusted, "cert_cert": credentials.cert_file, "cert_key": credentials.key_file}
+    return etcd3.client(host=host, port=port, grpc_options=CHANNEL_OPTIONS, **tls)
 
 
 def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
@@ -181,10 +172,12 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         read_file(credentials.password_file)
 
 
-def _check_files(credentials: Credentials) -> None:
+def _check_files(credentials: Credentials) -> str:
+    """The file of the authorities to trust. Raises ConfigError when this file or another one can't be read."""
     trusted = credentials.ca_file or ssl.get_default_verify_paths().cafile
     if trusted is None:
         raise ConfigError("no certificate authority to trust", "--etcd", expected="--etcd-ca-file")
     for path in (trusted, credentials.cert_file, credentials.key_file):
         if path is not None:
             read_file(path, errors="replace")  # Certificates may have comments in any encoding.
+    return trusted

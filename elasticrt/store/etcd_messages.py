@@ -66,9 +66,8 @@ def key_value(kv: Any) -> KeyValue:
 
 def event(message: Any) -> Event:
     """One change."""
-    if message.type == proto.Event.EventType.Value("DELETE"):
-        return Event(decode_key(message.kv.key), None, message.kv.mod_revision)
-    return Event(decode_key(message.kv.key), key_value(message.kv), message.kv.mod_revision)
+    is_deletion = message.type == proto.Event.EventType.Value("DELETE")
+    return Event(decode_key(message.kv.key), None if is_deletion else key_value(message.kv), message.kv.mod_revision)
 
 
 def snapshot(response: Any) -> RangeRead:

@@ -107,7 +107,9 @@ def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] 
         *("--listen-client-urls", where, "--advertise-client-urls", where),
         *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
         *("--initial-cluster", f"elasticrt={never_called}"),
+        # It elects itself after an election timeout: etcd's default, for members on a network, is a second.
         *("--heartbeat-interval", "10", "--election-timeout", "100"),
+        # Without it etcd keeps all history. A watch that falls so far behind reads again.
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
         *("--grpc-keepalive-min-time", "1s", "--logger", "zap", "--log-level", "warn"),
         *options,
@@ -151,13 +153,15 @@ class EtcdProcess:
     """
 
     def __init__(self, binary: Path, data: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> None:
-        self.address = reached_from_here(listen)
+        # A server that listens at all addresses is reached from this machine by loopback.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
+        self.address = replace(listen, host=host)
         self.process: subprocess.Popen[bytes] | None = None
         self._data = data
         self._command = command(binary, listen, token, options)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start the server in a session of its own. It is killed when this process dies. Raises OSError."""
+        # In a session of its own. It is killed when this process dies.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
         with (self._data / LOG).open("ab") as output:
@@ -257,12 +261,6 @@ def resolve_for_others(host: str, option: str) -> str:
         expected = "the one address of this machine that the other nodes reach"
         raise ConfigError("not one machine's address", option, got=got, expected=expected, remedy=OWN_ADDRESSES)
     return ip
-
-
-def reached_from_here(listen: Address) -> Address:
-    """Where a server that listens there is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
-    return replace(listen, host=host)
 
 
 def claim(listen: Address, option: str) -> Address:

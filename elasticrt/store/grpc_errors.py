@@ -57,18 +57,10 @@ _BY_TEXT = (
 """etcd's own words, which say more than the code they come with."""
 
 _REFUSED_CODES = frozenset(
-    {
-        "INVALID_ARGUMENT",
-        "PERMISSION_DENIED",
-        "NOT_FOUND",
-        "ALREADY_EXISTS",
-        "RESOURCE_EXHAUSTED",
-        "FAILED_PRECONDITION",
-        "OUT_OF_RANGE",
-        "UNIMPLEMENTED",
-        "DATA_LOSS",
-        "UNAUTHENTICATED",
-    }
+    (
+        *("INVALID_ARGUMENT", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"),
+        *("FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED", "DATA_LOSS", "UNAUTHENTICATED"),
+    )
 )
 """Codes with which a server answers on purpose. The others (UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, UNKNOWN,
 INTERNAL, ABORTED) come from connections that end and elections under way, and say nothing about the effect."""

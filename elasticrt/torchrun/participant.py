@@ -248,8 +248,13 @@ class Participant(Side):
 
     def _going(self, close: bool) -> None:
         """It leaves; with `close` it ends the run for all nodes."""
-        if close:
-            self._finish_run()
+        view = self.member.view
+        if close and view.spec is not None and view.result is None:
+            try:
+                finish = Finish(f"closed by {self._record.node}", "succeeded", 0)
+                self.loop.driver.run(self.member.carry_out(finish))
+            except StoreError as error:
+                log.warning("the run could not be closed: %s", error)
         self._update(leaving="told to leave")
 
     def _runs(self, generation: int) -> None:
@@ -259,16 +264,6 @@ class Participant(Side):
     def _report(self, status: Any, **more: Any) -> Report:
         where: dict[str, Any] = {"node": self._record.node, "incarnation": self._record.incarnation}
         return Report(generation=self.member.me.started, status=status, **where, **more)
-
-    def _finish_run(self) -> None:
-        view = self.member.view
-        if view.spec is None or view.result is not None:
-            return
-        try:
-            finish = Finish(f"closed by {self._record.node}", "succeeded", 0)
-            self.loop.driver.run(self.member.carry_out(finish))
-        except StoreError as error:
-            log.warning("the run could not be closed: %s", error)
 
     def _end(self, decision: End | Leave | Halt) -> None:
         self._say_goodbye(left=isinstance(decision, Leave))

@@ -60,7 +60,7 @@ class TrainingState:
     def about(self) -> dict[str, Any]:
         """Position and sampler, as plain values."""
         sampler = None if self.sampler is None else self.sampler.state_dict()
-        return {"position": self.position.to_dict(), "sampler": sampler}
+        return {"position": self.position._asdict(), "sampler": sampler}
 
     def samples(self) -> int:
         """Samples that the run has trained on, over all epochs; 0 without a sampler."""
