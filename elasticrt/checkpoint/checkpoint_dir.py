@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,10 @@ from elasticrt.ipc.env import Commit
 
 _log = logging.getLogger(__name__)
 
+# Full, over quota, read-only, failing, its server has restarted: that may be over by the next save.
 _OF_DISK = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE))
-"""Full, over quota, read-only, failing, its server has restarted: that may be over by the next save."""
-
+# Directories this process saves to without an agent; held until it ends.
 _locks: dict[str, Holding] = {}
-"""Directories this process saves to without an agent; held until it ends."""
 
 
 def take_alone(directory: Path) -> None:
@@ -59,26 +59,14 @@ def take_alone(directory: Path) -> None:
 
 def duplicate(directory: Path, other: str) -> DuplicateError:
     """The error when another live process saves there."""
-    return DuplicateError(
-        explain(
-            "another live run saves checkpoints here",
-            str(directory),
-            got=other,
-            remedy="Use another directory, or stop the other one",
-        )
-    )
+    what, remedy = "another live run saves checkpoints here", "Use another directory, or stop the other one"
+    return DuplicateError(explain(what, str(directory), got=other, remedy=remedy))
 
 
 class CheckpointDirectory:
-    """The checkpoint directory as one process uses it: all ranks may read theirs, rank 0 saves.
+    """The checkpoint directory `path` as one process uses it: all ranks may read theirs, rank 0 saves, and `keep` stay.
 
-    Args:
-        path: where it is.
-        keep: how many checkpoints to keep.
-
-    Attributes:
-        path: as given.
-        serial: the highest serial number that this process knows: what is written next gets a larger one.
+    `serial` is the highest serial number that this process knows: what is written next gets a larger one.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -129,15 +117,9 @@ class CheckpointDirectory:
 
     def unusable(self, error: Exception) -> CheckpointError:
         """The error when it can't be used because of `error`."""
-        return CheckpointError(
-            explain(
-                "the checkpoint directory can't be used",
-                str(self.path),
-                got=error,
-                expected="a directory that this user can write to",
-                remedy="Mend it, or use another directory",
-            )
-        )
+        expected, remedy = "a directory that this user can write to", "Mend it, or use another directory"
+        what = "the checkpoint directory can't be used"
+        return CheckpointError(explain(what, str(self.path), got=error, expected=expected, remedy=remedy))
 
     def disclaim(self) -> None:
         """This process has another place in the run: the directory is claimed anew before the next save."""
@@ -175,26 +157,25 @@ class CheckpointDirectory:
             raise Unfit(f"its SHA-256 is {digest[:12]}... instead of {commit.digest[:12]}...")
         return payload
 
-    def write(
-        self, stem: str, fill: Callable[[int], tuple[int, str]], describe: Callable[[int, str], Manifest]
-    ) -> Manifest:
-        """Make payload and draft durable. Raises OSError; then neither is left.
+    def write(self, manifest: Manifest, fill: Callable[[int], tuple[int, str]]) -> Commit:
+        """Make payload and draft durable; what is to be committed. Raises OSError; then neither is left.
 
         Args:
-            stem: of their names.
+            manifest: all of it but the payload's size and digest.
             fill: writes the payload to a descriptor, and returns its size in bytes and SHA-256.
-            describe: makes the manifest of a payload of this size and SHA-256.
         """
-        directory = self._opened()
-        size, digest = directory.write(stem + PAYLOAD, TEMPORARY + stem, fill)
-        manifest = describe(size, digest)
+        directory, name = self._opened(), manifest.commit.file
+        stem = name.removesuffix(PAYLOAD)
+        size, digest = directory.write(name, TEMPORARY + stem, fill)
+        commit = replace(manifest.commit, size=size, digest=digest)
+        content = replace(manifest, commit=commit).to_json()
         try:
-            directory.write(stem + DRAFT, TEMPORARY + stem, lambda fd: put(fd, manifest.to_json()))
+            directory.write(stem + DRAFT, TEMPORARY + stem, lambda fd: put(fd, content))
         except BaseException:
-            directory.remove(stem + PAYLOAD)
+            directory.remove(name)
             raise
-        self.serial = max(self.serial, manifest.commit.serial)
-        return manifest
+        self.serial = max(self.serial, commit.serial)
+        return commit
 
     def mark(self, commit: Commit) -> None:
         """Note on disk that this checkpoint is committed: its draft becomes a manifest. Raises OSError."""

@@ -16,15 +16,12 @@ import torch.distributed as dist
 from elasticrt.distributed import collectives
 from elasticrt.distributed.regroup import Overtaken
 
+# Each rank has room for two of these on its GPU.
 PARCEL_BYTES = 16 * 1024 * 1024
-"""Each rank has room for two of these on its GPU."""
-
+# So many parcels may be under way on the GPU, so that it does not wait for Python. Their order there keeps them apart.
 AHEAD = 4
-"""So many parcels may be under way on the GPU, so that it does not wait for Python. Their order there keeps them
-apart."""
-
+# Between two questions whether a GPU has come so far. CUDA can be waited for, but not with a limit.
 LOOK_S = 0.001
-"""Between two questions whether a GPU has come so far. CUDA can be waited for, but not with a limit."""
 
 WORD_BYTES = 8
 

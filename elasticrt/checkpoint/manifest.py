@@ -20,8 +20,8 @@ from elasticrt.ipc.env import Commit
 FORMAT = 1
 PAYLOAD, DRAFT, MANIFEST = ".pt", ".draft", ".json"
 MANIFEST_BYTES_MAX = 1 << 20
+# Temporaries start with this; the rest of their name is the stem of what they would become.
 TEMPORARY = ".saving-"
-"""Temporaries start with this; the rest of their name is the stem of what they would become."""
 
 _NAME = re.compile(
     rf"(?P<temporary>{re.escape(TEMPORARY)})?"

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 
 from elasticrt.ipc.env import Commit
 
+# How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it and forgotten by etcd.
+# Without a resume point all offers are OLDER, and the newest is the best.
 NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
-"""How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it and forgotten by etcd.
-Without a resume point all offers are OLDER, and the newest is the best."""
 
 
 @dataclass(frozen=True)

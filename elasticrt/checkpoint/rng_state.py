@@ -25,8 +25,8 @@ from elasticrt.data.position import Position
 from elasticrt.distributed.collectives import gather_numbers, rank_and_world
 from elasticrt.errors import CheckpointError, explain
 
+# The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both.
 KINDS = ("python", "torch", "numpy")
-"""The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both."""
 
 
 class RngState:
@@ -111,11 +111,10 @@ def note() -> dict[str, Any]:
     return state
 
 
+# The words of numpy's usual generator, and its position among them.
 _MT19937_BYTES = 625 * 4
-"""The words of numpy's usual generator, and its position among them."""
-
+# The generator of numpy's as it was last noted: itself, its words in memory, and its state.
 _numpys_last: tuple[Any, bytes, dict[str, Any]] = (None, b"", {})
-"""The generator of numpy's as it was last noted: itself, its words in memory, and its state."""
 
 
 def _numpys(numpy: Any) -> dict[str, Any]:

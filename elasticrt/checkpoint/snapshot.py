@@ -24,8 +24,8 @@ from elasticrt.data.durable_files import put
 
 _log = logging.getLogger(__name__)
 
+# Smaller writes are gathered: torch makes four for each tensor, and their time would be taken from the training.
 GATHERED_BYTES_MAX = 1 << 16
-"""Smaller writes are gathered: torch makes four for each tensor, and their time would be taken from the training."""
 
 
 class _Sink(io.RawIOBase):

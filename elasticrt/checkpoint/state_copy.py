@@ -19,9 +19,8 @@ _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Siz
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
 POOLED_BYTES_MIN = 1 << 16
-
+# Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two.
 MOMENTS = 2
-"""Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
 
 
 class Buffers:

@@ -12,8 +12,8 @@ from elasticrt.checkpoint.state_copy import is_sharded, plain_copy
 from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
+# The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables.
 OURS = "elasticrt"
-"""The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables."""
 
 
 def checked(objects: Mapping[str, object]) -> dict[str, Any]:

@@ -48,11 +48,10 @@ from elasticrt.workers.group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
+# The part of the limit of a stall after which there is a warning.
 WARN_PART = 0.5
-"""The part of the limit of a stall after which there is a warning."""
-
+# The usual pause is the median of this many.
 PAUSES_KEPT = 9
-"""The usual pause is the median of this many."""
 
 
 class HangMonitor:

@@ -17,11 +17,10 @@ from elasticrt.workers.store_ports import listen
 
 log = logging.getLogger(__name__)
 
+# After this time the answer comes too late.
 QUESTION_S = PROBE_STEPS * PROBE_STEP_S
-"""After this time the answer comes too late."""
-
+# The number of seats that are probed at a time for other agents.
 CHECKS_MAX = 4
-"""The number of seats that are probed at a time for other agents."""
 
 NONCE_MAX = 64
 CONNECTIONS_MAX = 128

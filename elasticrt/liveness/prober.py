@@ -30,29 +30,24 @@ from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
 from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS, WORKERS_STEPS
 from elasticrt.rendezvous.records import Seat
 
+# Open connections at most. An agent's usual limit of open files is 1,024.
 OPEN_AT_ONCE = 256
-"""Open connections at most. An agent's usual limit of open files is 1,024."""
-
+# The number of agents that are asked about a seat that has not answered within a step.
 WITNESSES = 2
-"""The number of agents that are asked about a seat that has not answered within a step."""
-
 LINE_MAX_BYTES = 512
+# An answer with the positions of workers has up to a kilobyte for each.
 ANSWER_MAX_BYTES = 1 << 16
-"""An answer with the positions of workers has up to a kilobyte for each."""
-
 GENERATION_MAX = 2**53
 CLOSE_S = 2.0
 
 Answer = Literal["alive", "dead", "silent"]
 _Said = tuple[Answer, dict[str, Any]]
+# Takes a seat, its answer, and when the question was put, in seconds of the monotonic clock.
 Sink = Callable[[Seat, Answer, float], None]
-"""Takes a seat, its answer, and when the question was put, in seconds of the monotonic clock."""
-
+# Takes a seat, its answer, and the answer's fields.
 Done = Callable[[Seat, Answer, dict[str, Any]], None]
-"""Takes a seat, its answer, and the answer's fields."""
-
+# The agents that may be asked about a seat: those that know it, without the one that asks.
 Witnesses = Callable[[Seat], Sequence[Seat]]
-"""The agents that may be asked about a seat: those that know it, without the one that asks."""
 
 
 def no_witnesses(_: Seat) -> Sequence[Seat]:

@@ -20,12 +20,11 @@ from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
 
 log = logging.getLogger(__name__)
 
+# The interval of the events `progress`.
 TELL_EVERY_S = 5.0
-"""The interval of the events `progress`."""
-
+# A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
+# `elasticrt.init` is called; there is a process group; the state is restored; a step is done.
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
-"""A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
-`elasticrt.init` is called; there is a process group; the state is restored; a step is done."""
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:

@@ -24,9 +24,8 @@ from elasticrt.workers.logs import file_of
 log = logging.getLogger(__name__)
 
 LINES_MAX = 120
-
+# The first line of each answer, by faulthandler.
 BEGINS = "Stack (most recent call first):"
-"""The first line of each answer, by faulthandler."""
 
 
 @dataclass(frozen=True)

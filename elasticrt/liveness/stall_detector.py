@@ -20,20 +20,16 @@ from dataclasses import dataclass, field, replace
 
 from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S
 
+# The usual time of a step is the median of this many measurements: a single slow or fast step does not matter.
 STEPS_KEPT = 9
-"""The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
-
+# Steps stand after this many seconds, and this many times the usual step.
 STANDING_S, STANDING_FACTOR = 0.75, 4.0
-"""Steps stand after this many seconds, and this many times the usual step."""
-
+# They stall after `hang_s` seconds, and this many times the generation's longest step.
 HANG_FACTOR = 20.0
-"""They stall after `hang_s` seconds, and this many times the generation's longest step."""
-
+# In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang.
 EARLY_STEPS, EARLY_FACTOR = 20, 3.0
-"""In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang."""
-
+# Of one core. Threads of torch that only wait use less, and any work uses more.
 IDLE_SHARE = 0.01
-"""Of one core. Threads of torch that only wait use less, and any work uses more."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
+# The first iterations of a new reducer, which take longer than usual.
 _WARM_UP = 4
-"""The first iterations of a new reducer, which take longer than usual."""
 
 
 class Scalars:

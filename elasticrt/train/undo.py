@@ -15,8 +15,8 @@ from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
+# Objects that only an optimizer's step changes, and what belongs to it.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
-"""Objects that only an optimizer's step changes, and what belongs to it."""
 
 
 class Undo:

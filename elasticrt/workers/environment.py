@@ -9,13 +9,13 @@ from elasticrt.ipc.env import WorkerEnv, inherited
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 
+# Variables that the user's environment overrides.
 DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # Lets torch use huge pages for large tensors on the host. After a change of the membership, gradients, buckets and
     # received states are new memory, and touching small pages takes several times as long as writing to them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Variables that the user's environment overrides."""
 
 
 def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:

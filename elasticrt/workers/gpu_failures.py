@@ -29,7 +29,7 @@ class GpuCause:
 
 _RESET = "Drain the node and reset the GPU (`nvidia-smi --gpu-reset`) or reboot; if it comes again, have it replaced"
 _DEBUG = "CUDA_LAUNCH_BLOCKING=1 shows the line, compute-sanitizer the access"
-
+# The first that matches counts: a GPU that is lost causes several of these messages.
 _CAUSES = (
     GpuCause(
         "the GPU has fallen off the bus",
@@ -119,7 +119,6 @@ _CAUSES = (
         suspect=True,
     ),
 )
-"""The first that matches counts: a GPU that is lost causes several of these messages."""
 
 _ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
 

@@ -26,8 +26,8 @@ _LOG = logging.getLogger(__name__)
 
 TAIL_LINES_MAX = 60
 TAIL_MAX_BYTES = 16 * 1024
+# A longer line is passed on in pieces, between which other workers' output may come.
 LINE_MAX_BYTES = 64 * 1024
-"""A longer line is passed on in pieces, between which other workers' output may come."""
 
 _CONSOLE_WAIT_S = 10.0
 
