@@ -68,10 +68,8 @@ def lacks_room(size: int, available: int, taken: int = 0) -> str:
 class MemoryTier:
     """The copies of one process. Only local rank 0 of a node under an agent takes any.
 
-    Args:
-        worker: this process's place in the run; None without an agent.
-        budget: the share of the time, 0 for no copies.
-        place: tells the Loop's checkpoint directory from others of the run.
+    They may take the share `budget` of the time; 0: there are none. `place` tells the Loop's checkpoint directory from
+    others of the run.
     """
 
     def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:

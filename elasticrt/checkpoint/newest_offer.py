@@ -60,15 +60,10 @@ class Offer:
 
 
 def choose(offers: Sequence[Offer], *, resuming: bool) -> int | None:
-    """The rank whose offer all take; None: begin at the beginning.
+    """The rank whose offer all take; None: begin at the beginning. `resuming`: the run says where to resume.
 
-    Where the resume point is damaged or missing, its nearest ancestor that is offered is taken.
-
-    Args:
-        offers: by rank.
-        resuming: whether the run says where to resume.
-
-    Raises LookupError when something was committed, and nothing of it can be used.
+    Where the resume point is damaged or missing, its nearest ancestor that is offered is taken. Raises LookupError when
+    something was committed, and nothing of it can be used.
     """
     rank, best = max(enumerate(offers), key=lambda each: (each[1].kind, each[1].age, -each[0]))
     if best.kind != NOTHING:

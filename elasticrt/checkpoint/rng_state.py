@@ -16,7 +16,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,16 +56,11 @@ class RngState:
         everyones = gather_numbers(_fingerprints())
         self.alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
 
-    def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
-        """Go on beside ranks that are after `step`, from the state of one of them. `alike`: as that rank has it."""
-        self.alike = list(alike)
-        self._go_on(state, step, self.alike)
-
-    def restore(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a state that was captured after `step`."""
-        self._go_on(state, step, KINDS if self.rank == 0 else self.alike)
-
-    def _go_on(self, state: dict[str, Any], step: int, kinds: Collection[str]) -> None:
+    def restore(self, state: dict[str, Any], step: int, alike: Collection[str] | None = None) -> None:
+        """Go on from a state that was captured after `step`. `alike`: as a rank has it that goes on beside this one."""
+        if alike is not None:
+            self.alike = list(alike)
+        kinds = KINDS if alike is None and self.rank == 0 else self.alike
         restore(state, kinds)
         derive(state["seed"], self.rank, step, kinds=set(KINDS) - set(kinds))
         self._restored = capture()
@@ -75,20 +70,19 @@ class RngState:
         if self._seed is not None:
             derive(self._seed, self.rank, position.steps, position.epoch)
 
-    def beginning(self, position: Position, *, resumed: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def beginning(self, position: Position, *, resumed: bool) -> Iterator[None]:
         """Wrap what an epoch's loader draws when it begins. `resumed`: the epoch goes on in its middle.
 
         A resumed epoch has drawn this before, as has the script on entering it, so the generators go back afterwards.
         With a seed the loader draws what it drew the first time: one that shuffles has the same order again.
         """
-        return self._again(position) if resumed else nullcontext()
-
-    @contextmanager
-    def _again(self, position: Position) -> Iterator[None]:
-        self.begin_step(position._replace(steps=position.steps - position.batches))
+        if resumed:
+            self.begin_step(position._replace(steps=position.steps - position.batches))
         yield
-        self.begin_step(position)
-        if self._seed is None:
+        if resumed:
+            self.begin_step(position)
+        if resumed and self._seed is None:
             restore(self._restored)
 
 
@@ -136,11 +130,7 @@ def _numpys(numpy: Any) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put a captured state back, as far as this process has the generators.
-
-    Args:
-        state: from `capture`.
-        kinds: which generators.
+    """Put the result of `capture` back, for generators of `kinds`, as far as this process has them.
 
     Raises CheckpointError when the script has set another of numpy's generators than the saved one.
     """
@@ -155,15 +145,10 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
     try:
         sys.modules["numpy"].random.set_state(state["numpy"])
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            explain(
-                "numpy's generator is not the one that was saved",
-                "numpy.random",
-                got=error,
-                expected=state["numpy"]["bit_generator"],
-                remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
-            )
-        ) from error
+        what, expected = "numpy's generator is not the one that was saved", state["numpy"]["bit_generator"]
+        remedy = "Call numpy.random.set_bit_generator before the Loop as when it was saved"
+        text = explain(what, "numpy.random", got=error, expected=expected, remedy=remedy)
+        raise CheckpointError(text) from error
 
 
 def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:

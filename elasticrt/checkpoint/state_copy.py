@@ -67,15 +67,9 @@ def _memory_for(like: torch.Tensor) -> torch.Tensor:
 
 
 def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_device: bool = False) -> Any:
-    """A deep copy of `value`, of plain values only.
+    """A deep copy of `value`, of plain values only. Raises ConfigError, with the place in `where` of any other.
 
-    Args:
-        value: the state.
-        where: what it is called in errors.
-        buffers: memory of the copy before, which is overwritten.
-        on_device: tensors stay on their GPU, and nothing waits for it.
-
-    Raises ConfigError, with the place of what is no plain value.
+    The copy before, which is in `buffers`, is overwritten. `on_device`: tensors stay on their GPU, and nothing waits.
     """
     copier = _Copier(buffers, on_device=on_device)
     with buffers.reused() if buffers is not None else nullcontext():
@@ -103,7 +97,6 @@ class _UnfitError(Exception):
     """A value that is no plain one, and the keys that lead to it."""
 
     def __init__(self, value: object) -> None:
-        super().__init__()
         self.value = value
         self.place = ""
 
@@ -120,17 +113,11 @@ class _Copier:
         try:
             return self.copy(value)
         except _UnfitError as unfit:
-            kind = type(unfit.value)
-            raise ConfigError(
-                explain(
-                    "state that can't be saved",
-                    where + unfit.place,
-                    got=f"{kind.__module__}.{kind.__qualname__}",
-                    expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
-                    remedy="Return only these from state_dict(). For sharded ones (FSDP) use"
-                    " torch.distributed.checkpoint",
-                )
-            ) from None
+            kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
+            expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
+            remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
+            got = f"{kind.__module__}.{kind.__qualname__}"
+            raise ConfigError(explain(what, at, got=got, expected=expected, remedy=remedy)) from None
 
     def copy(self, value: object) -> Any:
         kind = type(value)
@@ -155,17 +142,11 @@ class _Copier:
         raise _UnfitError(value)
 
     def _mapping(self, value: Mapping[Any, object]) -> Any:
-        if isinstance(value, Counter):
-            return self._into(Counter(), value)
-        if not isinstance(value, OrderedDict):
-            return self._into({}, value)
-        ordered = self._into(OrderedDict(), value)
-        metadata = getattr(value, "_metadata", None)  # Module versions, which load_state_dict looks at.
-        if metadata is not None:
-            ordered._metadata = self.copy(metadata)  # type: ignore[attr-defined]
-        return ordered
-
-    def _into(self, copied: dict[Any, Any], value: Mapping[Any, object]) -> dict[Any, Any]:
+        copied: Any = Counter() if isinstance(value, Counter) else {}
+        if isinstance(value, OrderedDict):
+            copied = OrderedDict()
+            if hasattr(value, "_metadata"):  # Module versions, which load_state_dict looks at.
+                copied._metadata = self.copy(value._metadata)
         for key, item in value.items():
             try:
                 name = key if type(key) in _EXACT else self.copy(key)
@@ -215,12 +196,7 @@ class _Copier:
 class Note(_Copier):
     """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
 
-    Torch counts the changes of a tensor, but for those by way of `.data`.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors and plain values.
-
-    Raises ConfigError, with the place of what is no plain value.
+    Torch counts the changes of a tensor, but for those by way of `.data`. Raises as `plain_copy`.
     """
 
     def __init__(self, state: object) -> None:

@@ -93,12 +93,11 @@ class TrainingState:
         ours = data[stateful.OURS]
         try:
             self._put_back(data, "another rank's state", shared=False)
-            self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
+            self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
             remedy = "Start this node again with the run's script and arguments"
-            raise MisfitError(
-                explain("this node's script differs from the run's", "Loop", got=error, remedy=remedy)
-            ) from error
+            what = "this node's script differs from the run's"
+            raise MisfitError(explain(what, "Loop", got=error, remedy=remedy)) from error
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
