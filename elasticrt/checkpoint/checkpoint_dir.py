@@ -32,7 +32,7 @@ from elasticrt.checkpoint.manifest import (
 )
 from elasticrt.data.durable_files import Directory, Unfit, put
 from elasticrt.distributed.shared_payload import Payload
-from elasticrt.errors import CheckpointError, DuplicateError, explain
+from elasticrt.errors import CheckpointError, DuplicateError
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit
 
@@ -60,7 +60,7 @@ def take_alone(directory: Path) -> None:
 def duplicate(directory: Path, other: str) -> DuplicateError:
     """The error when another live process saves there."""
     what, remedy = "another live run saves checkpoints here", "Use another directory, or stop the other one"
-    return DuplicateError(explain(what, str(directory), got=other, remedy=remedy))
+    return DuplicateError(what, str(directory), got=other, remedy=remedy)
 
 
 class CheckpointDirectory:
@@ -119,7 +119,7 @@ class CheckpointDirectory:
         """The error when it can't be used because of `error`."""
         expected, remedy = "a directory that this user can write to", "Mend it, or use another directory"
         what = "the checkpoint directory can't be used"
-        return CheckpointError(explain(what, str(self.path), got=error, expected=expected, remedy=remedy))
+        return CheckpointError(what, str(self.path), got=error, expected=expected, remedy=remedy)
 
     def disclaim(self) -> None:
         """This process has another place in the run: the directory is claimed anew before the next save."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
@@ -117,7 +117,7 @@ class _Copier:
             expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
             remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
             got = f"{kind.__module__}.{kind.__qualname__}"
-            raise ConfigError(explain(what, at, got=got, expected=expected, remedy=remedy)) from None
+            raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 
     def copy(self, value: object) -> Any:
         kind = type(value)

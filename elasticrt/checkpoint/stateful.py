@@ -21,17 +21,17 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
     for name, each in objects.items():
         where, kind = f"Loop({name}=)", type(each).__name__
         if name == OURS:
-            raise ConfigError(explain("this name is taken", where, remedy="Use another one"))
+            raise ConfigError("this name is taken", where, remedy="Use another one")
         if isinstance(each, DataLoader):
             what, remedy = "a loader's own state can't be saved", "Give Loop(sampler=...) an ElasticBatchSampler"
             expected = "the sampler: a loader's state is one rank's, and of what it has drawn"
-            raise ConfigError(explain(what, where, got=kind, expected=expected, remedy=remedy))
+            raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
             raise TypeError(explain("not stateful", where, got=kind, expected=expected))
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"
-            raise ConfigError(explain("sharded state (FSDP)", where, got=kind, expected=expected))
+            raise ConfigError("sharded state (FSDP)", where, got=kind, expected=expected)
     return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
 
 
@@ -48,9 +48,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
     saved, present = set(data) - {OURS}, set(objects)
     if saved != present:
         got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
-        raise CheckpointError(
-            explain("the checkpoint holds other objects than the script", where, got=got, expected=expected)
-        )
+        raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)
     for name, each in objects.items():
         try:
             if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
@@ -62,7 +60,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
             remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
-            raise CheckpointError(explain(f"the checkpoint does not fit {name!r}", where, remedy=remedy)) from error
+            raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
 
 
 def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:

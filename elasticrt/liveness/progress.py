@@ -75,15 +75,9 @@ class OwnWork:
 
 
 class Progress:
-    """The progress of one node's workers.
+    """The progress of one node's workers. `look` returns the pages of all of them, by local rank.
 
-    Args:
-        look: returns the pages of all its workers, by local rank.
-        event_log: the node's event log.
-        clock: this machine's.
-
-    Attributes:
-        pause_s: the seconds of the last recovery.
+    `pause_s` are the seconds of the last recovery.
     """
 
     def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
@@ -143,8 +137,7 @@ class Progress:
         """All workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
         self._mark("start", at_ns)
         if self._last_ns or generation > 1:
-            parts = phases(self._last_ns, self._marks)
-            self._events.write(events.Restarted(generation, parts))
+            self._events.write(events.Restarted(generation, phases(self._last_ns, self._marks)))
 
     def remember(self) -> None:
         """Note how far the workers are, while their pages can still be read."""
@@ -162,24 +155,20 @@ class Progress:
         if "agree" not in self._marks:  # A second Loop of the same script.
             return
         pause_s = self._pause_until(step.at_ns)
-        redone = None
-        if pause_s is not None:
-            self.pause_s = pause_s
-            # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
-            redone = max(0, self._last - step.resumed_from)
+        # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
+        redone = None if pause_s is None else max(0, self._last - step.resumed_from)
+        self.pause_s = self.pause_s if pause_s is None else pause_s
         self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
         self._recovered(generation, pause_s, step.at_ns)
 
     def look(self, generation: int, now: float) -> None:
-        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock).
-
-        Also end the recovery of a script without a Loop after its first step, of which there is no message.
-        """
+        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock)."""
         if now >= self._tell_at:
             self._tell_at = now + TELL_EVERY_S
             self._count(self._look())
             self.tell()
-        # Without a Loop a step is known by the page alone: an optimizer's beat sends no message.
+        # Without a Loop the first step, which ends the recovery, is known by the page alone: an optimizer's beat sends
+        # no message.
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
@@ -229,13 +218,11 @@ class Progress:
         since = ([now - then for now, then in zip(spent[page], self._spent[page], strict=True)] for page in known)
         data_s, save_s, pause_s = (max(each) / 1e9 for each in zip(*since, strict=True))
         for page in known:
-            self._work[page] = self._work[page].looked(
-                page.step, now_ns, sum(spent[page][1:]), page.waited_ns, page.waits
-            )
-        step = min(page.step if page.step_at_ns else 0 for page in known)
+            besides_ns = sum(spent[page][1:])
+            self._work[page] = self._work[page].looked(page.step, now_ns, besides_ns, page.waited_ns, page.waits)
         self._newest = events.Progress(
             generation=self._generation,
-            step=step,
+            step=min(page.step if page.step_at_ns else 0 for page in known),
             data_s=round(data_s, 6),
             save_s=round(save_s, 6),
             pause_s=round(pause_s, 6),
@@ -256,14 +243,12 @@ class Progress:
         return max(0, self._clock.monotonic_ns() - newest_ns) / 1e9 if newest_ns else 0.0
 
     def starting(self, now: float) -> bool:
-        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over.
-
-        If no worker was ever in a Loop, the script counts as one without a Loop after START_UNKNOWN_S.
-        """
+        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over."""
         own = self._look()
         self._has_loop = self._has_loop or any(page.entered for page in own)
         if not own or all(page.step_at_ns for page in own):
             return False
+        # If no worker was ever in a Loop, the script soon counts as one without a Loop.
         return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:

@@ -55,13 +55,9 @@ def take(
     put: Callable[[Stacks], None],
     blank: Stacks,
 ) -> None:
-    """Ask workers for their stacks.
+    """Ask `workers` (process id and status page, by local rank) for their stacks; `signal` sends all of them a signal.
 
-    Args:
-        workers: process id and status page, by local rank.
-        signal: sends a signal to all of them.
-        put: takes the answer, on another thread, within a few seconds.
-        blank: the answer without its lines.
+    `put` takes the answer within a few seconds, on another thread: `blank` with its lines.
     """
     before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
     if all(_catches(pid) for pid, _ in workers.values()):  # The signal ends a process without a handler.

@@ -89,9 +89,7 @@ class StallDetector:
             # Until there is a second step, all the time since then counts as the time of a step.
             known = (sight.at - sight.ready_at,) if sight.ready_at else ()
             return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
-        if away:
-            return replace(pace, step=sight.step, since=now)
-        if not goes_on:
+        if away or not goes_on:
             return replace(pace, step=sight.step, since=now)
         if moved == 0:
             return pace
@@ -134,10 +132,8 @@ class Stand:
     asks: tuple[float, ...] = ()
 
     def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> Stand:
-        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on.
-
-        `ask_s`: from a look to each question to other nodes.
-        """
+        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on, and
+        `ask_s` after each look the other nodes are asked."""
         before = self if step == self.step else Stand(step)
         if now - at < bound_s * 2**before.times:
             return before

@@ -12,7 +12,7 @@ from elasticrt.checkpoint.commits import run_of
 from elasticrt.checkpoint.memory_tier import MemoryTier
 from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train.training_state import TrainingState
 
@@ -45,7 +45,7 @@ class Saving:
         memory: float,
     ) -> None:
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
-            raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
+            raise ConfigError("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
         worker = agent_client.worker_env()
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)

@@ -11,7 +11,7 @@ from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
-from elasticrt.errors import CheckpointError, MisfitError, explain
+from elasticrt.errors import CheckpointError, MisfitError
 from elasticrt.train.batches import AnySampler
 
 
@@ -78,9 +78,8 @@ class TrainingState:
         """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
         if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "gradients"} <= set(ours):
-            raise CheckpointError(
-                explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
-            )
+            got, remedy = sorted(map(str, data)), "Use another directory"
+            raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
         try:
             self._put_back(data, self._shown, shared=True)
         except CheckpointError as error:
@@ -97,13 +96,13 @@ class TrainingState:
         except CheckpointError as error:
             remedy = "Start this node again with the run's script and arguments"
             what = "this node's script differs from the run's"
-            raise MisfitError(explain(what, "Loop", got=error, remedy=remedy)) from error
+            raise MisfitError(what, "Loop", got=error, remedy=remedy) from error
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
         if (ours["sampler"] is None) != (self.sampler is None):
             had = "without" if ours["sampler"] is None else "with"
-            raise CheckpointError(explain("the sampler changed", where, got=f"a state {had} a sampler"))
+            raise CheckpointError("the sampler changed", where, got=f"a state {had} a sampler")
         stateful.put_back(self.objects, data, where, shared=shared)
         self._set_gradients(ours["gradients"])
         if self.sampler is not None:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.distributed.wrapping import ddp_layers
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 
 class _Divided(torch.autograd.Function):
@@ -61,17 +61,17 @@ class Weighting:
             what = "SyncBatchNorm can't be used with micro-batches"
             expected = "equally many forwards on all ranks, which SyncBatchNorm waits for"
             remedy = "Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)"
-            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+            raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
         if any(layer.static_graph for layer in self._parallel):
             # Torch fails if the first exchange of a static graph is left out.
             what = "DDP(static_graph=True) can't be used with micro-batches"
             expected = "a DDP module that can leave an exchange of gradients out"
             remedy = "Leave out static_graph or micro_batch_size"
-            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+            raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
         if world_size > 1 and not self._parallel:
             got = f"world size {world_size} and no DistributedDataParallel among Loop's objects"
             remedy = "Give Loop the wrapped model: Loop(..., model=DDP(net))"
-            raise ConfigError(explain("micro-batches need the DDP module", "batches", got=got, remedy=remedy))
+            raise ConfigError("micro-batches need the DDP module", "batches", got=got, remedy=remedy)
 
     def begin(self, share: BatchSlice) -> None:
         """From here on forward and backward belong to `share`."""

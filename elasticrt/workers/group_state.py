@@ -88,16 +88,15 @@ class GroupState:
     def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:
         """The report to the other nodes; None as long as no worker has ended or holds.
 
-        After a failure it does not change: the node's other workers are killed, so their exit codes say nothing.
-
         Args:
             kept: the newest copy of the state in this node's memory.
             ready: how many workers can go on in the next generation; `has_state`: whether one of them has the state.
         """
         if self.generation is None or self.seat is None:
             return None
-        seat, number = self.seat, self.number
-        where: dict[str, Any] = {"generation": number, "node": seat.node, "incarnation": seat.incarnation}
+        seat = self.seat
+        where: dict[str, Any] = {"generation": self.number, "node": seat.node, "incarnation": seat.incarnation}
+        # A failure stays: the node's other workers are killed, so their exit codes say nothing.
         if self.failures:
             ended = [f"rank {rank} on {seat.node}" for rank in self.well]
             failure = of_node(self.failures, ended, unmet=self.unmet)
