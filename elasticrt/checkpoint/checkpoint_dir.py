@@ -160,9 +160,7 @@ class CheckpointDirectory:
     def write(self, manifest: Manifest, fill: Callable[[int], tuple[int, str]]) -> Commit:
         """Make payload and draft durable; what is to be committed. Raises OSError; then neither is left.
 
-        Args:
-            manifest: all of it but the payload's size and digest.
-            fill: writes the payload to a descriptor, and returns its size in bytes and SHA-256.
+        `fill` writes the payload to a descriptor, and returns its size in bytes and SHA-256, which `manifest` lacks.
         """
         directory, name = self._opened(), manifest.commit.file
         stem = name.removesuffix(PAYLOAD)

@@ -46,19 +46,14 @@ def place_of(directory: str, node: str) -> str:
 
 @dataclass
 class RunHeads:
-    """What this process knows of the run.
+    """What this process knows of the run."""
 
-    Attributes:
-        newest: nonce of the run's newest commit.
-        heads: by place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
-            directories that this process has restored from.
-        total: steps that the run has trained.
-        committing: held while a commit is under way: each replaces the one before.
-    """
-
-    newest: str = ""
+    newest: str = ""  # Nonce of the run's newest commit.
+    # By place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
+    # directories that this process has restored from.
     heads: dict[str, Commit | None] = field(default_factory=dict)
-    total: int = 0
+    total: int = 0  # Steps that the run has trained.
+    # Held while a commit is under way: each replaces the one before.
     committing: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -75,18 +70,13 @@ def run_of(worker: WorkerEnv | None) -> RunHeads:
 
 
 class DirectoryHead:
-    """The head of one checkpoint directory, by its path in the script.
-
-    Attributes:
-        worker: this process's place in the run, by the last `move`; None without an agent.
-        place: tells this directory from others of the run, as in `Commit`.
-        run: what this process knows of all directories of the run.
-    """
+    """The head of one checkpoint directory, by its path in the script."""
 
     def __init__(self, worker: WorkerEnv | None, directory: str) -> None:
-        self.worker = worker
+        self.worker = worker  # This process's place in the run, by the last `move`; None without an agent.
+        # Tells this directory from others of the run, as in `Commit`.
         self.place = place_of(directory, "" if worker is None else worker.node)
-        self.run = run_of(worker)
+        self.run = run_of(worker)  # What this process knows of all directories of the run.
         self._agent = agent_client.agent_link()
         self._shown = directory
         self._path = Path(directory).absolute()

@@ -54,11 +54,7 @@ def parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 class GroupLine:
     """One rank's place in a chain: it receives from the rank `before`, if any, and sends to the one `behind`, if any.
 
-    Args:
-        device: where tensors lie that travel so.
-        before, behind: None for the rank that has the state, and for the last one.
-        stall_s: seconds after which a rank is taken for lost when nothing has moved.
-        over: tells whether another generation has begun.
+    A rank is taken for lost when nothing has moved for `stall_s`. `over` tells whether another generation has begun.
     """
 
     def __init__(

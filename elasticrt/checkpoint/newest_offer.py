@@ -20,27 +20,16 @@ NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank could send, and what it has found on the way to it.
+    """What a rank could send, and what it has found on the way to it."""
 
-    Attributes:
-        kind: NOTHING, OLDER, RESUME or BEYOND.
-        commit: the checkpoint offered; None for NOTHING.
-        run: the run that wrote it.
-        world_size: of the generation that wrote it.
-        marked: whether this directory has commits, usable or not.
-        highest: the highest serial number that this rank knows.
-        who: this rank, in words.
-        troubles: what is wrong with its files.
-    """
-
-    kind: int = NOTHING
-    commit: Commit | None = None
-    run: str = ""
-    world_size: int = 0
-    marked: bool = False
-    highest: int = 0
-    who: str = ""
-    troubles: Sequence[str] = ()
+    kind: int = NOTHING  # NOTHING, OLDER, RESUME or BEYOND.
+    commit: Commit | None = None  # The checkpoint offered; None for NOTHING.
+    run: str = ""  # The run that wrote it.
+    world_size: int = 0  # Of the generation that wrote it.
+    marked: bool = False  # Whether this directory has commits, usable or not.
+    highest: int = 0  # The highest serial number that this rank knows.
+    who: str = ""  # This rank, in words.
+    troubles: Sequence[str] = ()  # What is wrong with its files.
 
     @property
     def age(self) -> tuple[int, int]:

@@ -60,12 +60,7 @@ class State:
 
 
 class Restoring:
-    """One rank's part in a search for the state to go on from, in its `directory`, which the script calls `shown`.
-
-    Attributes:
-        start: after `run` a name for this start of the training, the same on all ranks.
-        found: after `run` the commit that the state descends from, if any.
-    """
+    """One rank's part in a search for the state to go on from, in its `directory`, which the script calls `shown`."""
 
     def __init__(self, directory: CheckpointDirectory, shown: str, head: DirectoryHead) -> None:
         self._directory = directory
@@ -79,8 +74,8 @@ class Restoring:
         self._history = History({}, frozenset())
         self._unusable = False  # Whether this rank's directory cannot be read.
         self._troubles: list[str] = []
-        self.start = ""
-        self.found: Commit | None = None
+        self.start = ""  # After `run` a name for this start of the training, the same on all ranks.
+        self.found: Commit | None = None  # After `run` the commit that the state descends from, if any.
 
     def run(self, *, claim: bool, fresh: bool) -> State | None:
         """Find the state; None: begin at the beginning. Collective.

@@ -30,24 +30,15 @@ KINDS = ("python", "torch", "numpy")
 
 
 class RngState:
-    """The random numbers of a Loop.
-
-    Args:
-        seed: of what each step draws; None: the generators go on as the script has seeded them.
-
-    Attributes:
-        alike: the generators that were in the same state on all ranks, after `compare`.
-        rank: of this process.
-
-    Raises TypeError for another seed.
-    """
+    """The random numbers of a Loop. What each step draws follows from the `seed`; without one the generators go on as
+    the script has seeded them. Raises TypeError for a seed that is no int."""
 
     def __init__(self, seed: int | None) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(explain("not a whole number", "Loop(seed=)", got=seed, expected="an int or None"))
         self._seed = seed
-        self.rank = 0
-        self.alike: list[str] = []
+        self.rank = 0  # Of this process.
+        self.alike: list[str] = []  # The generators that were in the same state on all ranks, after `compare`.
         self._restored: dict[str, Any] = {}
 
     def compare(self) -> None:

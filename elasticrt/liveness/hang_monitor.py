@@ -62,11 +62,6 @@ class HangMonitor:
         say: prints a line for the user.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for the state of a process, as `proc.state_of`.
-
-    Attributes:
-        positions: of this node's workers, while their steps stand still.
-        comparison: of the nodes' own work.
-        said: the answer to other agents that ask about the workers. Any thread may read it.
     """
 
     def __init__(
@@ -101,9 +96,9 @@ class HangMonitor:
         self._pauses: tuple[float, ...] = ()  # Seconds of the newest ones.
         self._look_at: float | None = None  # None before the first step, which wakes the agent.
         self._stand = Stand()
-        self.positions: tuple[Position, ...] = ()
-        self.said: Mapping[str, object] = {}
-        self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        self.positions: tuple[Position, ...] = ()  # Of this node's workers, while their steps stand still.
+        self.said: Mapping[str, object] = {}  # What other agents hear about the workers. Any thread may read it.
+        self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0  # Of the nodes' own work.
         self._found: dict[str, object] = {}  # The finding about the present stand, for the other nodes.
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._blamed_step = 0, ""  # The step and the reason of the last finding.

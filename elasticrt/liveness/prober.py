@@ -116,23 +116,19 @@ class Gathering:
 
 @dataclass(eq=False)
 class _Question:
-    """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered.
-
-    Attributes:
-        once: it is dropped if its seat is being asked already; `gathered`: its answer may wait for others.
-        made: the number of tries so far, `open`: those under way.
-        agreed: a witness hears nothing either; `reached_by`: the node of one that does hear the seat.
-    """
+    """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered."""
 
     seat: Seat
     done: Done
     steps: int
     witnesses: Witnesses = no_witnesses
     workers: bool = False
+    # `once`: it is dropped if its seat is being asked already; `gathered`: its answer may wait for others.
     once: bool = False
     gathered: bool = False
-    made: int = 0
+    made: int = 0  # The number of tries so far, `open`: those under way.
     open: list[_Try] = field(default_factory=list)
+    # `agreed`: a witness hears nothing either; `reached_by`: the node of one that does hear the seat.
     agreed: bool = False
     reached_by: str = ""
 
@@ -179,9 +175,6 @@ class Prober:
 
     It is one thread with a selector, because after the loss of one of a thousand nodes all others are asked before
     anything else can happen. Threads that take turns need three times as long.
-
-    Attributes:
-        thread: where it works. The agent's `ProbeServer` answers there.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -191,6 +184,7 @@ class Prober:
         self._questions: set[_Question] = set()  # Those without an answer.
         self._waiting: deque[_Question] = deque()  # Those of them that wait for a connection.
         self._open: set[_Try] = set()
+        # Where it works. The agent's `ProbeServer` answers there.
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
     def ask(self, seats: Iterable[Seat], witnesses: Witnesses = no_witnesses) -> None:
@@ -209,16 +203,12 @@ class Prober:
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask the agents of `seats` which generation they run.
 
-        Another incarnation's answer counts too: an agent that was left out and came back knows the newest generation.
-
-        Args:
-            seats: whom to ask.
-            run_id: the run.
-            heard: takes each answer, on the prober's thread; 0 if no agent of the run answers.
+        `heard` takes each answer, on the prober's thread; 0 if no agent of the run answers.
         """
 
         def done(seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
             self._asking.discard(seat.incarnation)
+            # Another incarnation's answer counts too: an agent that was left out and came back knows the newest one.
             number = fields.get("generation") if fields.get("run") == run_id else 0
             heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
 

@@ -28,17 +28,13 @@ PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "firs
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
-    """The milliseconds of each phase.
-
-    Args:
-        since_ns: the beginning of the first phase; 0: the first mark.
-        marks: the ends of phases, in ns. The time of a phase without a mark counts for the next one. A mark before an
-            earlier phase's mark counts as set with that: a step may end after its handover was asked for.
-    """
+    """The milliseconds of each phase, by the ends of phases in `marks`; the first one begins `since_ns`, or with its
+    mark if that is 0. The time of a phase without a mark counts for the next one."""
     set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
     at = since_ns or (set_marks[0][1] if set_marks else 0)
     parts = {}
     for name, mark in set_marks:
+        # Some marks are before that of an earlier phase: a step may end after its handover was asked for.
         parts[name] = max(0, mark - at) / 1e6
         at = max(at, mark)
     return parts
@@ -46,23 +42,17 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """A worker's own work in a step: the step without the wait for the others' gradients.
+    """A worker's own work in a step: the step without the wait for the others' gradients."""
 
-    Attributes:
-        step, at_ns: the last step at the last look, and the time of that look.
-        besides_ns: the time spent on saves and pauses until then.
-        waited_ns, waits: the time waited until then, and the number of steps in which it was measured.
-        wait_s: the wait in a step, by the newest measurement.
-        own_s: seconds of own work in a step, lately; 0 before it is known.
-    """
-
+    # `step`, `at_ns`: the last step at the last look, and the time of that look.
     step: int
     at_ns: int
-    besides_ns: int
+    besides_ns: int  # The time spent on saves and pauses until then.
+    # `waited_ns`, `waits`: the time waited until then, and the number of steps in which it was measured.
     waited_ns: int
     waits: int
-    wait_s: float = 0.0
-    own_s: float = 0.0
+    wait_s: float = 0.0  # The wait in a step, by the newest measurement.
+    own_s: float = 0.0  # Seconds of own work in a step, lately; 0 before it is known.
 
     def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
         """The work after another look, with new values of the attributes. Unchanged if there was no step."""

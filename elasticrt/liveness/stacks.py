@@ -30,23 +30,17 @@ BEGINS = "Stack (most recent call first):"
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of one generation's workers on this node.
+    """The stacks of one generation's workers on this node."""
 
-    Attributes:
-        why: the reason for taking them, see `hang_monitor`.
-        generation, step: the generation, and its newest step.
-        age_s: for how long this state had lasted, in seconds; `final`: that is too long.
-        lines: the stacks by local rank.
-        ended: for "waited_for": a description of the workers that have ended.
-    """
-
-    why: Literal["stalled", "late", "paused", "waited_for", "closer"]
+    why: Literal["stalled", "late", "paused", "waited_for", "closer"]  # The reason for taking them, see `hang_monitor`.
+    # `generation`, `step`: the generation, and its newest step.
     generation: int
     step: int
+    # `age_s`: for how long this state had lasted, in seconds; `final`: that is too long.
     age_s: float
     final: bool
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    ended: str = ""
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # The stacks by local rank.
+    ended: str = ""  # For "waited_for": a description of the workers that have ended.
 
 
 def take(

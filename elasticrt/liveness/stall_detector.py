@@ -34,43 +34,30 @@ IDLE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Sight:
-    """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock.
+    """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock."""
 
-    Attributes:
-        step, at: its last step, and when that ended: 0 before the first of this generation.
-        expected: steps are expected of all workers.
-        ready_at: when it was ready for its first step (without a Loop: when the script began); 0 if not known.
-    """
-
+    # `step`, `at`: its last step, and when that ended: 0 before the first of this generation.
     step: int
     at: float
-    expected: bool
+    expected: bool  # Steps are expected of all workers.
+    # When it was ready for its first step (without a Loop: when the script began); 0 if not known.
     ready_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class StallDetector:
-    """The steps of one generation, as far as they have been seen.
+    """The steps of one generation, as far as they have been seen."""
 
-    Attributes:
-        hang_s: the least seconds of a stall, as the user has chosen; 0: there is none.
-        standing_s: the least seconds of standing steps.
-        step: the newest step; `since`: the beginning of the wait for the next one.
-        first: the first step of this generation that was seen; 0 before.
-        expected: whether steps were expected at the last look, at `looked_at`.
-        recent: seconds of single steps, lately.
-        longest: the longest time between two steps, in seconds.
-    """
-
-    hang_s: float
-    standing_s: float = STANDING_S
+    hang_s: float  # The least seconds of a stall, as the user has chosen; 0: there is none.
+    standing_s: float = STANDING_S  # The least seconds of standing steps.
+    # `step`: the newest step; `since`: the beginning of the wait for the next one.
     step: int = 0
     since: float = 0.0
-    first: int = 0
-    expected: bool = False
+    first: int = 0  # The first step of this generation that was seen; 0 before.
+    expected: bool = False  # Whether steps were expected at the last look, at `looked_at`.
     looked_at: float = 0.0
-    recent: tuple[float, ...] = ()
-    longest: float = 0.0
+    recent: tuple[float, ...] = ()  # Seconds of single steps, lately.
+    longest: float = 0.0  # The longest time between two steps, in seconds.
 
     @property
     def usual_s(self) -> float:
@@ -119,17 +106,11 @@ class StallDetector:
 
 @dataclass(frozen=True)
 class Stand:
-    """The closer looks at workers whose steps stand still.
+    """The closer looks at workers whose steps stand still."""
 
-    Attributes:
-        step: identifies the stand: the sum of all workers' steps.
-        times: the number of closer looks.
-        asks: when to ask the other nodes.
-    """
-
-    step: int = 0
-    times: int = 0
-    asks: tuple[float, ...] = ()
+    step: int = 0  # Identifies the stand: the sum of all workers' steps.
+    times: int = 0  # The number of closer looks.
+    asks: tuple[float, ...] = ()  # When to ask the other nodes.
 
     def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> Stand:
         """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on, and
@@ -163,20 +144,13 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Idle:
-    """Workers that run on after others have ended.
+    """Workers that run on after others have ended."""
 
-    Attributes:
-        since: when the others ended.
-        cpu_s: the seconds of processor time that they had used at `idle_since`, and have hardly exceeded since.
-        said: they are to be reported.
-        over: they have done nothing for too long.
-    """
-
-    since: float
-    cpu_s: float
+    since: float  # When the others ended.
+    cpu_s: float  # The seconds of processor time that they had used at `idle_since`, and have hardly exceeded since.
     idle_since: float
-    said: bool = False
-    over: bool = False
+    said: bool = False  # They are to be reported.
+    over: bool = False  # They have done nothing for too long.
 
     def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
         """After a look at `now`, which saw `cpu_s`. `limit_s`: how long they may do nothing; 0: for ever."""

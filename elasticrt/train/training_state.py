@@ -19,22 +19,10 @@ class TrainingState:
     """The state of one Loop.
 
     Args:
-        objects: as given to the Loop, by name.
-        sampler: the Loop's, or None.
-        seed: of the random numbers of each step, or None.
-        ledger: the directory of the ledger, or None.
+        objects: as given to the Loop, by name; `sampler`: the Loop's.
+        seed: of the random numbers of each step.
+        ledger: the directory of the ledger.
         shown: the checkpoint directory in the script's words, for errors.
-
-    Attributes:
-        objects: the script's objects by name, modules without their wrappers.
-        sampler: as given.
-        position: between which two steps the training stands.
-        numbers: the random numbers.
-        ledger: notes which samples each step trains.
-        vars: the user's own plain values.
-        accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
-        whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
-            step is half done.
 
     Raises TypeError and ConfigError for what can't be saved.
     """
@@ -47,14 +35,16 @@ class TrainingState:
         ledger: str | os.PathLike[str] | None,
         shown: str,
     ) -> None:
-        self.objects = stateful.checked(objects)
+        self.objects = stateful.checked(objects)  # The script's objects by name, modules without their wrappers.
         self.sampler = sampler
-        self.position = Position()
-        self.numbers = rng_state.RngState(seed)
-        self.ledger = Ledger(ledger, sampler)
-        self.vars: dict[str, Any] = {}
+        self.position = Position()  # Between which two steps the training stands.
+        self.numbers = rng_state.RngState(seed)  # The random numbers.
+        self.ledger = Ledger(ledger, sampler)  # Notes which samples each step trains.
+        self.vars: dict[str, Any] = {}  # The user's own plain values.
+        # Whether the objects have the state after the last step of `position`. False for a newcomer, and while a step
+        # is half done.
         self.whole = True
-        self.accumulates = False
+        self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
         self._shown = shown
 
     def about(self) -> dict[str, Any]:

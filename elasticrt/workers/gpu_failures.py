@@ -12,18 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuCause:
-    """A cause.
+    """Why a GPU fails."""
 
-    Attributes:
-        name: a few words.
-        remedy: what to do about it.
-        words: a pattern of the words that name it, in any case.
-        suspect: whether the GPU may be bad, so that this node must be checked before it starts a worker again.
-    """
-
-    name: str
-    remedy: str
-    words: str = ""
+    name: str  # A few words.
+    remedy: str  # What to do about it.
+    words: str = ""  # A pattern of the words that name it, in any case.
+    # Whether the GPU may be bad, so that this node must be checked before it starts a worker again.
     suspect: bool = False
 
 

@@ -105,30 +105,23 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(eq=False)
 class WorkerState:
-    """One worker, as the group and its thread share it.
+    """One worker, as the group and its thread share it."""
 
-    Attributes:
-        start: the number of the start that it was a part of, as its parent knows it.
-        env: its ranks in its present generation; `left`: the generations that it was in before.
-        pid: 0 until it has been started.
-        ended: its `WorkerEnded` was sent; `gone`: its process has ended; `stopping`: the agent has told it to.
-        read_at: when its output was last read (seconds of the monotonic clock).
-        oom_kills: the count of processes killed for memory when it was started.
-    """
-
-    start: int
+    start: int  # The number of the start that it was a part of, as its parent knows it.
+    # `env`: its ranks in its present generation; `left`: the generations that it was in before.
     env: WorkerEnv
     output: Output
     channel: Channel
     page: StatusPage
     pipes: dict[str, int]
-    oom_kills: int = 0
+    oom_kills: int = 0  # The count of processes killed for memory when it was started.
     left: set[int] = field(default_factory=set)
-    pid: int = 0
+    pid: int = 0  # 0 until it has been started.
+    # `ended`: its `WorkerEnded` was sent; `gone`: its process has ended; `stopping`: the agent has told it to.
     ended: bool = False
     gone: bool = False
     stopping: bool = False
-    read_at: float = 0.0
+    read_at: float = 0.0  # When its output was last read (seconds of the monotonic clock).
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
@@ -139,17 +132,13 @@ class WorkerState:
 
 
 class WorkerIO:
-    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue.
-
-    Attributes:
-        seating: held while a worker gets another generation, and while its end is reported.
-    """
+    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue."""
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
         self._sink = sink
         self._workers: list[WorkerState] = []  # Those that are not gone.
         self._flushing = False  # Whether `_flush` is due.
-        self.seating = threading.Lock()
+        self.seating = threading.Lock()  # Held while a worker gets another generation, and while its end is reported.
         self._thread = SelectorThread("elasticrt-group", self._end)
 
     def follow(self, parent: WorkerParent) -> None:
