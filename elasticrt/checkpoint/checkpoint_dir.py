@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -88,9 +88,7 @@ class CheckpointDirectory:
         try:
             self._directory = Directory(self.path, create=create)
         except (OSError, Unfit) as error:
-            if isinstance(error, OSError) and error.errno in _OF_DISK:
-                raise
-            raise self.unusable(error) from error
+            self._refuse(error)
         return True
 
     def claim(self, take: Callable[[], object]) -> None:
@@ -111,9 +109,12 @@ class CheckpointDirectory:
             self.history()  # For the serial number: another rank 0 may have saved here.
             self._before = frozenset(name.nonce for name in self._names())
         except OSError as error:
-            if error.errno in _OF_DISK:
-                raise
-            raise self.unusable(error) from error
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        if isinstance(error, OSError) and error.errno in _OF_DISK:
+            raise error
+        raise self.unusable(error) from error
 
     def unusable(self, error: Exception) -> CheckpointError:
         """The error when it can't be used because of `error`."""

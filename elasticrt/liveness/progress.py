@@ -127,7 +127,8 @@ class Progress:
         """All workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
         self._mark("start", at_ns)
         if self._last_ns or generation > 1:
-            self._events.write(events.Restarted(generation, phases(self._last_ns, self._marks)))
+            parts = phases(self._last_ns, self._marks)
+            self._events.write(events.Restarted(generation, parts))
 
     def remember(self) -> None:
         """Note how far the workers are, while their pages can still be read."""
