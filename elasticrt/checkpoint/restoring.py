@@ -115,11 +115,14 @@ class Restoring:
                 _log.warning("nothing can be saved in %s now, each save tries again: %s", self._shown, error)
         resume = self._head.resume_point()
         copy = self._copy(resume)
+        # The user's wish to start over holds for the first start of a run, not for its restarts.
+        wished = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
+        over = wished and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0
         verdict = {
             "start": secrets.token_hex(8),
             "resume": None if resume is None else asdict(resume),
             "copy": None if copy is None else asdict(copy),
-            "over": resume is None and copy is None and _start_over(fresh),
+            "over": resume is None and copy is None and over,
         }
         return verdict, None if copy is None or self._worker is None else memory_tier.read(self._worker)
 
@@ -189,8 +192,8 @@ class Restoring:
             self._unusable = True
             return
         self._troubles += self._history.troubles
-        self._candidates = self._ordered()
-        self._advance()
+        self._candidates = self._usable()
+        self._best = next(self._candidates, None)
 
     def _ordered(self) -> Iterator[tuple[int, Manifest]]:
         """What to try, in this order. The resume point is as etcd records it, not as the directory says.
@@ -208,10 +211,9 @@ class Restoring:
         yield RESUME, Manifest(resume, run, known.world_size)
         yield from ((OLDER, manifest) for manifest in history.lineage(resume.parent))
 
-    def _advance(self) -> None:
-        """Go on to the next candidate whose payload is here, as far as can be seen without reading it."""
-        self._best = None
-        for kind, manifest in self._candidates:
+    def _usable(self) -> Iterator[tuple[int, Manifest]]:
+        """Those of them whose payload is here, as far as can be seen without reading it."""
+        for kind, manifest in self._ordered():
             try:
                 self._directory.look(manifest.commit)
             except (Unfit, OSError) as error:
@@ -220,8 +222,7 @@ class Restoring:
                 if not (elsewhere and isinstance(error, FileNotFoundError)):
                     self._troubles.append(f"{manifest.commit.file}: {error}")
             else:
-                self._best = kind, manifest
-                return
+                yield kind, manifest
 
     def _verified(self) -> tuple[Payload | None, dict[str, Any]]:
         """What this rank offers, and what is in it; nothing when it turns out to be damaged."""
@@ -232,7 +233,7 @@ class Restoring:
             data = parse(payload)
         except (Unfit, OSError, CheckpointError) as error:
             self._troubles.append(f"{commit.file}: {error}")
-            self._advance()
+            self._best = next(self._candidates, None)
             return None, {}
         try:
             self._directory.mark(commit)  # Whatever is offered was committed.
@@ -306,9 +307,3 @@ def _from_memory(copy: Copy, payload: Payload | None) -> State:
     ours = data.get(OURS)
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)
-
-
-def _start_over(fresh: bool) -> bool:
-    """Whether the user asked for a fresh start. It holds for the first start of a run, not for its restarts."""
-    asked = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
-    return asked and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0

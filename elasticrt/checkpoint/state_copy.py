@@ -106,7 +106,8 @@ class _Copier:
         self._buffers = buffers
         self._on_device = on_device
         self.under_way: set[torch.device] = set()  # GPUs that are still writing to buffers.
-        self._copies: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}  # By the address of the original.
+        # Original and copy, by what makes two tensors the same numbers.
+        self._copies: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plain(self, value: object, where: str) -> Any:
         """A copy of `value`. Raises ConfigError, with the place in `where` of what is no plain value."""
@@ -163,15 +164,13 @@ class _Copier:
         if tensor.layout is not torch.strided:
             return tensor.detach().to("cpu", copy=True)
         # Tied weights are one tensor under two names: copied once, stored once.
-        address = tensor.data_ptr()
-        same_place = self._copies.get(address, ())
-        for other, copy in same_place:
-            if _is_same(other, tensor):
-                return copy
+        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if key in self._copies:
+            return self._copies[key][1]
         found = self._on_host(tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor))
-        if address:
+        if key[0]:
             # While its memory is held, no other tensor can have the same address.
-            self._copies[address] = (*same_place, (tensor, found))
+            self._copies[key] = (tensor, found)
         return found
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,8 +213,3 @@ class Note(_Copier):
             return tensor.clone()
         self._versions.append((tensor, tensor._version))
         return tensor
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at the same address are the same numbers."""
-    return (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())
