@@ -21,8 +21,8 @@ from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
 LINKS_MAX = 4
+# More ranks than this at once, and more than half of them, are no culprit.
 RANKS_MAX = 4
-"""More ranks than this at once, and more than half of them, are no culprit."""
 
 _WAITING = re.compile(r"(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -30,19 +30,19 @@ _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
 )
 _LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
+# Files of torch.compile that have no frame while compiled code runs.
 _COMPILER = re.compile(
     r"/torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py$|/triton/compiler/|"
     r"/torch/_inductor/(async_compile\.py|codecache\.py|codegen/|compile_fx\.py|fx_passes/|graph\.py|lowering\.py|scheduler\.py)"
 )
-"""Files of torch.compile that have no frame while compiled code runs."""
 
+# What a library's function does, by its file.
 _KINDS = (
     ("gradients", re.compile(r"/torch/autograd/|/torch/nn/parallel/distributed\.py$|/torch/_tensor\.py$")),
     ("collective", re.compile(r"/torch/distributed/|/elasticrt/distributed/(collectives|barrier|group_store)\.py$")),
     ("loader", _LOADER),
     ("save", re.compile(r"/elasticrt/train/saving\.py$|/elasticrt/checkpoint/|/torch/serialization\.py$")),
 )
-"""What a library's function does, by its file."""
 
 STATES = {
     "T": "is stopped by a signal (SIGSTOP)",

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from elasticrt.ipc.wording import slow_node
 from elasticrt.rendezvous.records import Member
 
+# The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer.
 RATIO = 1.5
 LEAST_S = 0.002
-"""The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer."""
-
+# The number of steps and looks after which a straggler is reported.
 STEPS_MIN, LOOKS_MIN = 20, 3
-"""The number of steps and looks after which a straggler is reported."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, file_of
 from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerIO, WorkerState, oom_kills
 
+# A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started.
 EXIT_CANNOT_START = 126
-"""A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started."""
 
 
 class WorkerGroup:
