@@ -13,8 +13,9 @@ import os
 import pickle
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,17 +32,16 @@ from elasticrt.checkpoint.manifest import (
 )
 from elasticrt.data.durable_files import Directory, Unfit, put
 from elasticrt.distributed.shared_payload import Payload
-from elasticrt.errors import CheckpointError, DuplicateError, explain
+from elasticrt.errors import CheckpointError, DuplicateError
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit
 
 _log = logging.getLogger(__name__)
 
+# Full, over quota, read-only, failing, its server has restarted: that may be over by the next save.
 _OF_DISK = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE))
-"""Full, over quota, read-only, failing, its server has restarted: that may be over by the next save."""
-
+# Directories this process saves to without an agent; held until it ends.
 _locks: dict[str, Holding] = {}
-"""Directories this process saves to without an agent; held until it ends."""
 
 
 def take_alone(directory: Path) -> None:
@@ -59,26 +59,14 @@ def take_alone(directory: Path) -> None:
 
 def duplicate(directory: Path, other: str) -> DuplicateError:
     """The error when another live process saves there."""
-    return DuplicateError(
-        explain(
-            "another live run saves checkpoints here",
-            str(directory),
-            got=other,
-            remedy="Use another directory, or stop the other one",
-        )
-    )
+    what, remedy = "another live run saves checkpoints here", "Use another directory, or stop the other one"
+    return DuplicateError(what, str(directory), got=other, remedy=remedy)
 
 
 class CheckpointDirectory:
-    """The checkpoint directory as one process uses it: all ranks may read theirs, rank 0 saves.
+    """The checkpoint directory `path` as one process uses it: all ranks may read theirs, rank 0 saves, and `keep` stay.
 
-    Args:
-        path: where it is.
-        keep: how many checkpoints to keep.
-
-    Attributes:
-        path: as given.
-        serial: the highest serial number that this process knows: what is written next gets a larger one.
+    `serial` is the highest serial number that this process knows: what is written next gets a larger one.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -100,9 +88,7 @@ class CheckpointDirectory:
         try:
             self._directory = Directory(self.path, create=create)
         except (OSError, Unfit) as error:
-            if isinstance(error, OSError) and error.errno in _OF_DISK:
-                raise
-            raise self.unusable(error) from error
+            self._refuse(error)
         return True
 
     def claim(self, take: Callable[[], object]) -> None:
@@ -123,21 +109,18 @@ class CheckpointDirectory:
             self.history()  # For the serial number: another rank 0 may have saved here.
             self._before = frozenset(name.nonce for name in self._names())
         except OSError as error:
-            if error.errno in _OF_DISK:
-                raise
-            raise self.unusable(error) from error
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        if isinstance(error, OSError) and error.errno in _OF_DISK:
+            raise error
+        raise self.unusable(error) from error
 
     def unusable(self, error: Exception) -> CheckpointError:
         """The error when it can't be used because of `error`."""
-        return CheckpointError(
-            explain(
-                "the checkpoint directory can't be used",
-                str(self.path),
-                got=error,
-                expected="a directory that this user can write to",
-                remedy="Mend it, or use another directory",
-            )
-        )
+        expected, remedy = "a directory that this user can write to", "Mend it, or use another directory"
+        what = "the checkpoint directory can't be used"
+        return CheckpointError(what, str(self.path), got=error, expected=expected, remedy=remedy)
 
     def disclaim(self) -> None:
         """This process has another place in the run: the directory is claimed anew before the next save."""
@@ -175,26 +158,23 @@ class CheckpointDirectory:
             raise Unfit(f"its SHA-256 is {digest[:12]}... instead of {commit.digest[:12]}...")
         return payload
 
-    def write(
-        self, stem: str, fill: Callable[[int], tuple[int, str]], describe: Callable[[int, str], Manifest]
-    ) -> Manifest:
-        """Make payload and draft durable. Raises OSError; then neither is left.
+    def write(self, manifest: Manifest, fill: Callable[[int], tuple[int, str]]) -> Commit:
+        """Make payload and draft durable; what is to be committed. Raises OSError; then neither is left.
 
-        Args:
-            stem: of their names.
-            fill: writes the payload to a descriptor, and returns its size in bytes and SHA-256.
-            describe: makes the manifest of a payload of this size and SHA-256.
+        `fill` writes the payload to a descriptor, and returns its size in bytes and SHA-256, which `manifest` lacks.
         """
-        directory = self._opened()
-        size, digest = directory.write(stem + PAYLOAD, TEMPORARY + stem, fill)
-        manifest = describe(size, digest)
+        directory, name = self._opened(), manifest.commit.file
+        stem = name.removesuffix(PAYLOAD)
+        size, digest = directory.write(name, TEMPORARY + stem, fill)
+        commit = replace(manifest.commit, size=size, digest=digest)
+        content = replace(manifest, commit=commit).to_json()
         try:
-            directory.write(stem + DRAFT, TEMPORARY + stem, lambda fd: put(fd, manifest.to_json()))
+            directory.write(stem + DRAFT, TEMPORARY + stem, lambda fd: put(fd, content))
         except BaseException:
-            directory.remove(stem + PAYLOAD)
+            directory.remove(name)
             raise
-        self.serial = max(self.serial, manifest.commit.serial)
-        return manifest
+        self.serial = max(self.serial, commit.serial)
+        return commit
 
     def mark(self, commit: Commit) -> None:
         """Note on disk that this checkpoint is committed: its draft becomes a manifest. Raises OSError."""

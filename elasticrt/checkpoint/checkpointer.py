@@ -42,8 +42,8 @@ from elasticrt.text import cut, packed
 
 _log = logging.getLogger(__name__)
 
+# A save that takes longer than this is stuck in the file system: a wait for it ends with a warning.
 SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
-"""A save that takes longer than this is stuck in the file system: a wait for it ends with a warning."""
 
 UNSAVED_MAX_BYTES = 400
 """What an agent tells of a save that has failed."""
@@ -119,33 +119,25 @@ class Checkpointer:
     def to_disk(
         self, *, step: int, epoch: int, about: Mapping[str, Any] | None = None, patient: bool = True
     ) -> list[Use]:
-        """The use that saves the snapshot which is taken next; none on other ranks than 0.
+        """The use that saves the snapshot which is taken next; none on other ranks than 0. Raises as `save`.
 
-        Args:
-            step: as in `save`.
-            epoch: as in `save`.
-            about: plain JSON values for readers of the manifest.
-            patient: wait while etcd is away; otherwise skip such a save with a warning.
-
-        Raises as `save`.
+        `about` holds plain JSON values for readers of the manifest. While etcd is away, it waits if `patient`, and
+        else skips the save with a warning.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
         if step < self._asked_step:
-            raise ValueError(
-                explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
-            )
+            expected = f">= {self._asked_step}, saved before"
+            raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
-        run = self._head.run
-        run.total = max(run.total, step)
+        self._head.run.total = max(self._head.run.total, step)
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
         try:
             self._directory.claim(partial(self._head.take, patient=patient))
         except (NoAnswer, OSError) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
-            kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
-            self._missed(kind, step, self._generation, error)
+            self._missed(NoAnswer if isinstance(error, NoAnswer) else CheckpointError, step, self._generation, error)
             return []
         self._saves = True
         return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]
@@ -153,23 +145,20 @@ class Checkpointer:
     def _draft(self, step: int, epoch: int, about: dict[str, Any]) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
-        if worker is None:
-            generation, node, place, run = 0, "", "", os.environ.get("TORCHELASTIC_RUN_ID", "")
-        else:
-            generation, node, place, run = worker.generation, worker.node, self.place, worker.run_id
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "") if worker is None else worker.run_id
         commit = Commit(
             step=step,
             epoch=epoch,
-            generation=generation,
+            generation=self._generation,
             nonce=nonce,
             parent="" if self._head.known is None else self._head.known.nonce,
             directory=packed(str(self._directory.path)),
-            file=stem_of(step, generation, nonce) + PAYLOAD,
+            file=stem_of(step, self._generation, nonce) + PAYLOAD,
             digest="0" * 64,
             size=0,
             serial=self._directory.serial + 1,
-            node=node,
-            place=place,
+            node="" if worker is None else worker.node,
+            place="" if worker is None else self.place,
             total=0 if total == step else total,
         )
         about = {"torch": torch.__version__, **about}
@@ -226,15 +215,9 @@ class Checkpointer:
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
             goes_on = "from the newest checkpoint that is left"
-        error = kind(
-            explain(
-                f"the last checkpoint, of step {step:,}, could not be saved",
-                self._shown,
-                got=why,
-                remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
-            )
-        )
-        _unsaved[self._directory.path] = (generation, error)
+        what = f"the last checkpoint, of step {step:,}, could not be saved"
+        remedy = f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}"
+        _unsaved[self._directory.path] = (generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -244,23 +227,17 @@ class Checkpointer:
         CheckpointError when there are checkpoints but none can be used, RuntimeError when going back to an ancestor
         can't be recorded.
         """
-        found = self._restore(claim=False, fresh=False)
+        found = self.begin(claim=False)
         # The script may keep what it gets, and memory that ranks share must not be kept.
         return None if found is None else replace(found, data=plain_copy(found.data, "checkpoint"))
 
-    def begin(self, *, fresh: bool = False) -> State | None:
-        """`restore` for a Loop, which claims the directory for saving at once.
+    def begin(self, *, fresh: bool = False, claim: bool = True) -> State | None:
+        """`restore` for a Loop: with `claim` the directory is taken for saving at once.
 
-        The tensors lie in memory that the ranks of a machine share: a Loop copies from them, and keeps none.
-
-        Args:
-            fresh: start over beside what is there, except after a restart, which goes on from what this run has saved.
-
-        Raises DuplicateError when another live process saves there, and what `restore` raises.
+        The tensors lie in memory that the ranks of a machine share: a Loop copies from them, and keeps none. `fresh`:
+        start over beside what is there, except after a restart, which goes on from what this run has saved. Raises
+        DuplicateError when another live process saves there, and what `restore` raises.
         """
-        return self._restore(claim=True, fresh=fresh)
-
-    def _restore(self, *, claim: bool, fresh: bool) -> State | None:
         restoring = Restoring(self._directory, self._shown, self._head)
         state = restoring.run(claim=claim, fresh=fresh)
         self.start = restoring.start
@@ -281,12 +258,8 @@ class Checkpointer:
     def _write(self, draft: Manifest, snapshot: Snapshot) -> None:
         """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""
         started, step = time.monotonic(), draft.commit.step
-
-        def described(size: int, digest: str) -> Manifest:
-            return replace(draft, commit=replace(draft.commit, size=size, digest=digest))
-
         try:
-            commit = self._directory.write(draft.commit.file.removesuffix(PAYLOAD), snapshot.write_to, described).commit
+            commit = self._directory.write(draft, snapshot.write_to)
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
             self._missed(CheckpointError, step, draft.commit.generation, error)
@@ -302,10 +275,6 @@ class Checkpointer:
         _unsaved.pop(self._directory.path, None)
         try:
             self._directory.mark(commit)
-        except OSError as error:
-            _log.warning("the checkpoint of step %d could not be marked as committed: %s", step, error)
-            return
-        try:
             self._directory.tidy(commit.nonce)
         except OSError as error:
             _log.warning("step %d is committed, but %s could not be tidied up: %s", step, self._shown, error)
@@ -313,9 +282,8 @@ class Checkpointer:
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
+# By directory, the last save of this process if it failed: its generation, and the error that fails the script.
 _unsaved: dict[Path, tuple[int, Exception]] = {}
-"""By directory, the last save of this process if it failed: its generation, and the error that fails the script."""
 
 os.register_at_fork(after_in_child=_unsaved.clear)
 

@@ -25,11 +25,10 @@ from elasticrt.ipc.messages import ERRNO, TAKEN, UNSURE, Own, Reply, Request, Sa
 
 _log = logging.getLogger(__name__)
 
+# Longer than an agent lives without etcd: one that has not answered until then never will.
 COMMIT_TIMEOUT_S = 1200.0
-"""Longer than an agent lives without etcd: one that has not answered until then never will."""
-
+# Between two questions while etcd is away.
 ASK_AGAIN_S = 1.0
-"""Between two questions while etcd is away."""
 
 
 class NoAnswer(RuntimeError):  # noqa: N818  Not an error of the user's or of ours.
@@ -37,10 +36,8 @@ class NoAnswer(RuntimeError):  # noqa: N818  Not an error of the user's or of ou
 
 
 def place_of(directory: str, node: str) -> str:
-    """16 hex digits for a directory, as the script names it: the same on each node. Pure.
-
-    Nodes may have directories of their own, named after them: the node's name is taken out.
-    """
+    """16 hex digits for a directory, as the script names it: the same on each node. Pure."""
+    # Nodes may have directories of their own, named after them: the node's name is taken out.
     name = os.path.normpath(directory)
     if node:
         name = re.sub(rf"(?<![A-Za-z0-9]){re.escape(node)}(?![A-Za-z0-9])", "*", name)
@@ -49,19 +46,14 @@ def place_of(directory: str, node: str) -> str:
 
 @dataclass
 class RunHeads:
-    """What this process knows of the run.
+    """What this process knows of the run."""
 
-    Attributes:
-        newest: nonce of the run's newest commit.
-        heads: by place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
-            directories that this process has restored from.
-        total: steps that the run has trained.
-        committing: held while a commit is under way: each replaces the one before.
-    """
-
-    newest: str = ""
+    newest: str = ""  # Nonce of the run's newest commit.
+    # By place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
+    # directories that this process has restored from.
     heads: dict[str, Commit | None] = field(default_factory=dict)
-    total: int = 0
+    total: int = 0  # Steps that the run has trained.
+    # Held while a commit is under way: each replaces the one before.
     committing: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -78,22 +70,13 @@ def run_of(worker: WorkerEnv | None) -> RunHeads:
 
 
 class DirectoryHead:
-    """The head of one checkpoint directory.
-
-    Args:
-        worker: this process's place in the run; None without an agent.
-        directory: its path as in the script.
-
-    Attributes:
-        worker: as given, or as in the last `move`.
-        place: tells this directory from others of the run, as in `Commit`.
-        run: what this process knows of all directories of the run.
-    """
+    """The head of one checkpoint directory, by its path in the script."""
 
     def __init__(self, worker: WorkerEnv | None, directory: str) -> None:
-        self.worker = worker
+        self.worker = worker  # This process's place in the run, by the last `move`; None without an agent.
+        # Tells this directory from others of the run, as in `Commit`.
         self.place = place_of(directory, "" if worker is None else worker.node)
-        self.run = run_of(worker)
+        self.run = run_of(worker)  # What this process knows of all directories of the run.
         self._agent = agent_client.agent_link()
         self._shown = directory
         self._path = Path(directory).absolute()
@@ -105,20 +88,15 @@ class DirectoryHead:
 
     def resume_point(self) -> Commit | None:
         """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
-        if self.worker is None:
-            return None
-        if self.place in self.run.heads:
-            return self.known
+        if self.worker is None or self.place in self.run.heads:
+            return self.known if self.worker is not None else None
         if self.worker.resume is not None and self.worker.resume.place in ("", self.place):
             return self.worker.resume
         head = self._ask(take=False).data.get("head")
         return None if head is None else Commit.from_fields(head)
 
     def take(self, *, patient: bool = True) -> None:
-        """Take the directory for this run; without an agent, for this process.
-
-        Args:
-            patient: wait while etcd is away.
+        """Take the directory for this run, without an agent for this process. `patient`: wait while etcd is away.
 
         Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """

@@ -16,15 +16,12 @@ import torch.distributed as dist
 from elasticrt.distributed import collectives
 from elasticrt.distributed.regroup import Overtaken
 
+# Each rank has room for two of these on its GPU.
 PARCEL_BYTES = 16 * 1024 * 1024
-"""Each rank has room for two of these on its GPU."""
-
+# So many parcels may be under way on the GPU, so that it does not wait for Python. Their order there keeps them apart.
 AHEAD = 4
-"""So many parcels may be under way on the GPU, so that it does not wait for Python. Their order there keeps them
-apart."""
-
+# Between two questions whether a GPU has come so far. CUDA can be waited for, but not with a limit.
 LOOK_S = 0.001
-"""Between two questions whether a GPU has come so far. CUDA can be waited for, but not with a limit."""
 
 WORD_BYTES = 8
 
@@ -55,14 +52,9 @@ def parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class GroupLine:
-    """One rank's place in a chain.
+    """One rank's place in a chain: it receives from the rank `before`, if any, and sends to the one `behind`, if any.
 
-    Args:
-        device: where tensors lie that travel so.
-        before: the rank to receive from; None for the one that has the state.
-        behind: the rank to send to; None for the last.
-        stall_s: seconds after which a rank is taken for lost when nothing has moved.
-        over: tells whether another generation has begun.
+    A rank is taken for lost when nothing has moved for `stall_s`. `over` tells whether another generation has begun.
     """
 
     def __init__(
@@ -89,12 +81,17 @@ class GroupLine:
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         filled: torch.Tensor | None = None
         for number, parcel in enumerate(parcels(tensors)):
-            stage = _part_of(stages[number % 2], parcel)
+            sizes = [each.numel() for each in parcel]
+            size = sum(sizes)
+            stage = stages[number % 2][: -(-size // WORD_BYTES) * WORD_BYTES]  # Whole words.
+            places = list(torch.split(stage[:size], sizes))
             if self._before is None:
-                _pack(parcel, stage)
-            self._move(None if self._before is None else stage, filled)
-            if self._before is not None:
-                _unpack(stage, parcel)
+                stage[size:].zero_()
+                torch._foreach_copy_(places, parcel)
+                self._move(None, filled)
+            else:
+                self._move(stage, filled)
+                torch._foreach_copy_(parcel, places)
             checksum.mul_(31).add_(stage.view(torch.int64).sum())
             filled = stage
         self._move(None, filled)
@@ -130,27 +127,3 @@ class GroupLine:
             time.sleep(LOOK_S)
         if self._over():  # An aborted send ends as well.
             raise Overtaken
-
-
-def _part_of(stage: torch.Tensor, parcel: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As much of a stage as a parcel fills, in whole words."""
-    size = sum(each.numel() for each in parcel)
-    return stage[: -(-size // WORD_BYTES) * WORD_BYTES]
-
-
-def _pack(parcel: Sequence[torch.Tensor], stage: torch.Tensor) -> None:
-    stage[-WORD_BYTES:].zero_()  # The last word may not be filled.
-    for each, place in _places(parcel, stage):
-        place.copy_(each)
-
-
-def _unpack(stage: torch.Tensor, parcel: Sequence[torch.Tensor]) -> None:
-    for each, place in _places(parcel, stage):
-        each.copy_(place)
-
-
-def _places(parcel: Sequence[torch.Tensor], stage: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    start = 0
-    for each in parcel:
-        yield each, stage[start : start + each.numel()]
-        start += each.numel()

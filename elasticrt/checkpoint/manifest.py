@@ -20,8 +20,8 @@ from elasticrt.ipc.env import Commit
 FORMAT = 1
 PAYLOAD, DRAFT, MANIFEST = ".pt", ".draft", ".json"
 MANIFEST_BYTES_MAX = 1 << 20
+# Temporaries start with this; the rest of their name is the stem of what they would become.
 TEMPORARY = ".saving-"
-"""Temporaries start with this; the rest of their name is the stem of what they would become."""
 
 _NAME = re.compile(
     rf"(?P<temporary>{re.escape(TEMPORARY)})?"
@@ -36,19 +36,12 @@ def stem_of(step: int, generation: int, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A file name that follows the pattern, taken apart.
+    """A file name that follows the pattern, taken apart."""
 
-    Attributes:
-        text: all of it.
-        stem: what the files of one checkpoint have in common.
-        nonce: the checkpoint's.
-        suffix: PAYLOAD, DRAFT or MANIFEST; "" of a temporary.
-    """
-
-    text: str
-    stem: str
-    nonce: str
-    suffix: str
+    text: str  # All of it.
+    stem: str  # What the files of one checkpoint have in common.
+    nonce: str  # The checkpoint's.
+    suffix: str  # PAYLOAD, DRAFT or MANIFEST; "" of a temporary.
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
@@ -61,19 +54,12 @@ class Name:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint as its manifest describes it.
+    """One checkpoint as its manifest describes it."""
 
-    Attributes:
-        commit: what was, or was to be, committed. Its `directory` is not trusted: directories move.
-        run: the run that wrote it, "" when it had no name.
-        world_size: of the generation that wrote it.
-        about: for readers: position, sampler, versions.
-    """
-
-    commit: Commit
-    run: str
-    world_size: int
-    about: dict[str, Any] = field(default_factory=dict)
+    commit: Commit  # What was, or was to be, committed. Its `directory` is not trusted: directories move.
+    run: str  # The run that wrote it, "" when it had no name.
+    world_size: int  # Of the generation that wrote it.
+    about: dict[str, Any] = field(default_factory=dict)  # For readers: position, sampler, versions.
 
     def to_json(self) -> bytes:
         """The file's content: plain JSON, with a digest of all the rest of it in `check`."""
@@ -111,17 +97,11 @@ def _check(fields: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """What a directory tells.
+    """What a directory tells."""
 
-    Attributes:
-        manifests: those that can be read, by nonce, drafts among them.
-        marked: the nonces of all that are no drafts, readable or not.
-        troubles: what is wrong with those that can't be read.
-    """
-
-    manifests: Mapping[str, Manifest]
-    marked: frozenset[str]
-    troubles: Sequence[str] = ()
+    manifests: Mapping[str, Manifest]  # Those that can be read, by nonce, drafts among them.
+    marked: frozenset[str]  # The nonces of all that are no drafts, readable or not.
+    troubles: Sequence[str] = ()  # What is wrong with those that can't be read.
 
     @property
     def known(self) -> frozenset[str]:
@@ -170,25 +150,19 @@ class History:
 
 
 def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[Name]:
-    """Files that may be deleted now that `head` is committed, manifests first.
+    """Files, of `names`, that may be deleted now that the commit with the nonce `head` is there, manifests first.
 
-    The newest committed checkpoints stay, whichever history they belong to; older ones go. What was never committed
-    goes if it was there `before`. Nothing goes once a newer process has written a checkpoint: that process tidies up.
-
-    Serial numbers say what is newer. Generation numbers do not, because each store counts its own.
-
-    Args:
-        history: what the directory tells.
-        names: the files in it.
-        head: the commit's nonce; its writer was the only one that could commit since it claimed the directory.
-        keep: how many of the newest stay.
-        before: nonces that were there when its writer claimed the directory. Their writers cannot commit any more.
+    The `keep` newest committed checkpoints stay, whichever history they belong to; older ones go. What was never
+    committed goes if its nonce was there `before`, when the head's writer claimed the directory.
     """
     committed = [manifest.commit for manifest in history.committed()]
+    # Once a newer process has written a checkpoint, that process tidies up. Serial numbers say what is newer.
+    # Generation numbers do not, because each store counts its own.
     if not committed or committed[0].nonce != head or history.serial > committed[0].serial:
         return []
     surplus = {commit.nonce for commit in committed[keep:]}
     known = {commit.nonce for commit in committed} | history.marked
+    # Only the head's writer could commit since it claimed the directory. The writers of these cannot any more.
     orphans = {name for name in names if name.nonce in before and (not name.suffix or name.nonce not in known)}
     gone = [name for name in names if name.nonce in surplus or name in orphans]
     return sorted(gone, key=lambda name: name.suffix == PAYLOAD)

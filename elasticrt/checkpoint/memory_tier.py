@@ -30,24 +30,19 @@ from elasticrt.ipc.messages import Copied, Damaged
 
 _log = logging.getLogger(__name__)
 
+# The share of the training time that copies may take, by default.
 BUDGET = 0.002
-"""The share of the training time that copies may take, by default."""
-
+# Seconds from a generation's first step to its first copy. Until then what it resumed from is still there.
 FIRST_S = 1.0
-"""Seconds from a generation's first step to its first copy. Until then what it resumed from is still there."""
-
+# After that, the first copy is taken within twice this time: what it costs is not known yet.
 FIRST_WITHIN_S = 0.25
-"""After that, the first copy is taken within twice this time: what it costs is not known yet."""
-
+# A step is taken to last at least this long: a clock may show no difference between two.
 STEP_S_MIN = 1e-6
-"""A step is taken to last at least this long: a clock may show no difference between two."""
-
+# How long a process that ends waits until its agent has its state. That takes milliseconds: the agent keeps a
+# descriptor.
 TAKEN_S_MAX = 10.0
-"""How long a process that ends waits until its agent has its state. That takes milliseconds: the agent keeps a
-descriptor."""
-
+# The copy on the host, its memory file, and the two that the agent keeps.
 HELD_AT_ONCE = 4
-"""The copy on the host, its memory file, and the two that the agent keeps."""
 
 
 def stride(interval_s: float, step_s: float) -> int:
@@ -73,10 +68,8 @@ def lacks_room(size: int, available: int, taken: int = 0) -> str:
 class MemoryTier:
     """The copies of one process. Only local rank 0 of a node under an agent takes any.
 
-    Args:
-        worker: this process's place in the run; None without an agent.
-        budget: the share of the time, 0 for no copies.
-        place: tells the Loop's checkpoint directory from others of the run.
+    They may take the share `budget` of the time; 0: there are none. `place` tells the Loop's checkpoint directory from
+    others of the run.
     """
 
     def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:

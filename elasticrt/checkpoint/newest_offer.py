@@ -13,34 +13,23 @@ from dataclasses import asdict, dataclass
 
 from elasticrt.ipc.env import Commit
 
+# How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it and forgotten by etcd.
+# Without a resume point all offers are OLDER, and the newest is the best.
 NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
-"""How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it and forgotten by etcd.
-Without a resume point all offers are OLDER, and the newest is the best."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank could send, and what it has found on the way to it.
+    """What a rank could send, and what it has found on the way to it."""
 
-    Attributes:
-        kind: NOTHING, OLDER, RESUME or BEYOND.
-        commit: the checkpoint offered; None for NOTHING.
-        run: the run that wrote it.
-        world_size: of the generation that wrote it.
-        marked: whether this directory has commits, usable or not.
-        highest: the highest serial number that this rank knows.
-        who: this rank, in words.
-        troubles: what is wrong with its files.
-    """
-
-    kind: int = NOTHING
-    commit: Commit | None = None
-    run: str = ""
-    world_size: int = 0
-    marked: bool = False
-    highest: int = 0
-    who: str = ""
-    troubles: Sequence[str] = ()
+    kind: int = NOTHING  # NOTHING, OLDER, RESUME or BEYOND.
+    commit: Commit | None = None  # The checkpoint offered; None for NOTHING.
+    run: str = ""  # The run that wrote it.
+    world_size: int = 0  # Of the generation that wrote it.
+    marked: bool = False  # Whether this directory has commits, usable or not.
+    highest: int = 0  # The highest serial number that this rank knows.
+    who: str = ""  # This rank, in words.
+    troubles: Sequence[str] = ()  # What is wrong with its files.
 
     @property
     def age(self) -> tuple[int, int]:
@@ -60,15 +49,10 @@ class Offer:
 
 
 def choose(offers: Sequence[Offer], *, resuming: bool) -> int | None:
-    """The rank whose offer all take; None: begin at the beginning.
+    """The rank whose offer all take; None: begin at the beginning. `resuming`: the run says where to resume.
 
-    Where the resume point is damaged or missing, its nearest ancestor that is offered is taken.
-
-    Args:
-        offers: by rank.
-        resuming: whether the run says where to resume.
-
-    Raises LookupError when something was committed, and nothing of it can be used.
+    Where the resume point is damaged or missing, its nearest ancestor that is offered is taken. Raises LookupError when
+    something was committed, and nothing of it can be used.
     """
     rank, best = max(enumerate(offers), key=lambda each: (each[1].kind, each[1].age, -each[0]))
     if best.kind != NOTHING:

@@ -12,14 +12,14 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elasticrt.checkpoint import memory_tier
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.manifest import History, Manifest
-from elasticrt.checkpoint.newest_offer import BEYOND, NOTHING, OLDER, RESUME, Offer, choose, distinct_troubles
+from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, distinct_troubles
 from elasticrt.checkpoint.stateful import OURS
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
@@ -60,17 +60,7 @@ class State:
 
 
 class Restoring:
-    """One rank's part in a search for the state to go on from.
-
-    Args:
-        directory: this rank's checkpoint directory.
-        shown: its name as in the script.
-        head: what the run says of it.
-
-    Attributes:
-        start: after `run` a name for this start of the training, the same on all ranks.
-        found: after `run` the commit that the state descends from, if any.
-    """
+    """One rank's part in a search for the state to go on from, in its `directory`, which the script calls `shown`."""
 
     def __init__(self, directory: CheckpointDirectory, shown: str, head: DirectoryHead) -> None:
         self._directory = directory
@@ -84,8 +74,8 @@ class Restoring:
         self._history = History({}, frozenset())
         self._unusable = False  # Whether this rank's directory cannot be read.
         self._troubles: list[str] = []
-        self.start = ""
-        self.found: Commit | None = None
+        self.start = ""  # After `run` a name for this start of the training, the same on all ranks.
+        self.found: Commit | None = None  # After `run` the commit that the state descends from, if any.
 
     def run(self, *, claim: bool, fresh: bool) -> State | None:
         """Find the state; None: begin at the beginning. Collective.
@@ -103,25 +93,19 @@ class Restoring:
         verdict = json.loads(collectives.broadcast_bytes(json.dumps(verdict).encode()))
         if "error" in verdict:
             raise failure or CheckpointError(verdict["error"])
-        self.start, copy = verdict["start"], verdict["copy"]
+        self.start = verdict["start"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
         local_rank = collectives.launched("LOCAL_RANK", 0) if self._worker is None else self._worker.local_rank
         # The other ranks of a node would read the same directory, and find the same in it.
         if 0 in (self._rank, local_rank):
             self._read_directory()
-        if copy is not None:
-            self._exchange()
-            return _from_memory(Copy(**copy), payload)
-        if verdict["over"]:
-            self._exchange()
-            return None
-        return self._from_disk()
+        if verdict["copy"] is None and not verdict["over"]:
+            return self._from_disk()
+        self._exchange()
+        return None if verdict["over"] else _from_memory(Copy(**verdict["copy"]), payload)
 
     def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
-        """On rank 0: where this directory goes on, and the memory copy if it resumes from one.
-
-        An ElasticError that is raised here is raised on every rank.
-        """
+        """On rank 0: where this directory goes on, and the memory copy if it resumes from one."""
         if claim:
             try:
                 self._directory.claim(self._head.take)
@@ -131,11 +115,14 @@ class Restoring:
                 _log.warning("nothing can be saved in %s now, each save tries again: %s", self._shown, error)
         resume = self._head.resume_point()
         copy = self._copy(resume)
+        # The user's wish to start over holds for the first start of a run, not for its restarts.
+        wished = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
+        over = wished and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0
         verdict = {
             "start": secrets.token_hex(8),
             "resume": None if resume is None else asdict(resume),
             "copy": None if copy is None else asdict(copy),
-            "over": resume is None and _start_over(fresh),
+            "over": resume is None and copy is None and over,
         }
         return verdict, None if copy is None or self._worker is None else memory_tier.read(self._worker)
 
@@ -179,17 +166,15 @@ class Restoring:
 
     def _exchange(self) -> list[Offer]:
         """The offers of all ranks. Collective. What this rank writes next is numbered above all of them."""
-        kind, best = (NOTHING, None) if self._best is None else self._best
         mine = Offer(
-            kind,
-            None if best is None else best.commit,
-            "" if best is None else best.run,
-            0 if best is None else best.world_size,
             marked=self._unusable or bool(self._history.marked),
             highest=max(self._directory.serial, 0 if self._resume is None else self._resume.serial),
             who=f"rank {self._rank}" if self._worker is None else f"node {self._worker.node}",
             troubles=self._troubles,
         )
+        if self._best is not None:
+            kind, best = self._best
+            mine = replace(mine, kind=kind, commit=best.commit, run=best.run, world_size=best.world_size)
         offers = [Offer.from_json(each) for each in collectives.gather_bytes(mine.to_json())]
         self._directory.serial = max(self._directory.serial, *(offer.highest for offer in offers))
         return offers
@@ -207,8 +192,8 @@ class Restoring:
             self._unusable = True
             return
         self._troubles += self._history.troubles
-        self._candidates = self._ordered()
-        self._advance()
+        self._candidates = self._usable()
+        self._best = next(self._candidates, None)
 
     def _ordered(self) -> Iterator[tuple[int, Manifest]]:
         """What to try, in this order. The resume point is as etcd records it, not as the directory says.
@@ -220,15 +205,15 @@ class Restoring:
             yield from ((OLDER, manifest) for manifest in history.candidates())
             return
         run = "" if self._worker is None else self._worker.run_id
-        known = history.manifests.get(resume.nonce)
         yield from ((BEYOND, manifest) for manifest in history.beyond(resume.nonce, run))
-        yield RESUME, Manifest(resume, run, 0 if known is None else known.world_size)
+        # Without a manifest here the world size is not known.
+        known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
+        yield RESUME, Manifest(resume, run, known.world_size)
         yield from ((OLDER, manifest) for manifest in history.lineage(resume.parent))
 
-    def _advance(self) -> None:
-        """Go on to the next candidate whose payload is here, as far as can be seen without reading it."""
-        self._best = None
-        for kind, manifest in self._candidates:
+    def _usable(self) -> Iterator[tuple[int, Manifest]]:
+        """Those of them whose payload is here, as far as can be seen without reading it."""
+        for kind, manifest in self._ordered():
             try:
                 self._directory.look(manifest.commit)
             except (Unfit, OSError) as error:
@@ -237,8 +222,7 @@ class Restoring:
                 if not (elsewhere and isinstance(error, FileNotFoundError)):
                     self._troubles.append(f"{manifest.commit.file}: {error}")
             else:
-                self._best = kind, manifest
-                return
+                yield kind, manifest
 
     def _verified(self) -> tuple[Payload | None, dict[str, Any]]:
         """What this rank offers, and what is in it; nothing when it turns out to be damaged."""
@@ -249,7 +233,7 @@ class Restoring:
             data = parse(payload)
         except (Unfit, OSError, CheckpointError) as error:
             self._troubles.append(f"{commit.file}: {error}")
-            self._advance()
+            self._best = next(self._candidates, None)
             return None, {}
         try:
             self._directory.mark(commit)  # Whatever is offered was committed.
@@ -300,9 +284,8 @@ class Restoring:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
     def _how_to_start_over(self) -> str:
-        if self._head.worker is None:
-            return "ELASTICRT_FRESH=1"
-        return "--fresh" if self._resume is None else "--fresh with another --run-id"
+        fresh = "--fresh" if self._resume is None else "--fresh with another --run-id"
+        return "ELASTICRT_FRESH=1" if self._worker is None else fresh
 
     def _refusal(self, offers: list[Offer]) -> str:
         """Why the run stops here, and what its user can do."""
@@ -312,12 +295,8 @@ class Restoring:
             expected = f"the newest, step {resume.step:,}, or one that its manifest shows to be before it, whole"
             ways += f", start {resume.node} together with these nodes" if resume.node else ""
             ways += ", go on from the newest that is here with another --run-id"
-        return explain(
-            "no checkpoint can be used",
-            self._shown,
-            expected=expected,
-            remedy=f"Found: {found}. {ways}, or start over ({self._how_to_start_over()})",
-        )
+        remedy = f"Found: {found}. {ways}, or start over ({self._how_to_start_over()})"
+        return explain("no checkpoint can be used", self._shown, expected=expected, remedy=remedy)
 
 
 def _from_memory(copy: Copy, payload: Payload | None) -> State:
@@ -328,9 +307,3 @@ def _from_memory(copy: Copy, payload: Payload | None) -> State:
     ours = data.get(OURS)
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)
-
-
-def _start_over(fresh: bool) -> bool:
-    """Whether the user asked for a fresh start. It holds for the first start of a run, not for its restarts."""
-    asked = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
-    return asked and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0

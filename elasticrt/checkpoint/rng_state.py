@@ -16,7 +16,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,29 +25,20 @@ from elasticrt.data.position import Position
 from elasticrt.distributed.collectives import gather_numbers, rank_and_world
 from elasticrt.errors import CheckpointError, explain
 
+# The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both.
 KINDS = ("python", "torch", "numpy")
-"""The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both."""
 
 
 class RngState:
-    """The random numbers of a Loop.
-
-    Args:
-        seed: of what each step draws; None: the generators go on as the script has seeded them.
-
-    Attributes:
-        alike: the generators that were in the same state on all ranks, after `compare`.
-        rank: of this process.
-
-    Raises TypeError for another seed.
-    """
+    """The random numbers of a Loop. What each step draws follows from the `seed`; without one the generators go on as
+    the script has seeded them. Raises TypeError for a seed that is no int."""
 
     def __init__(self, seed: int | None) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(explain("not a whole number", "Loop(seed=)", got=seed, expected="an int or None"))
         self._seed = seed
-        self.rank = 0
-        self.alike: list[str] = []
+        self.rank = 0  # Of this process.
+        self.alike: list[str] = []  # The generators that were in the same state on all ranks, after `compare`.
         self._restored: dict[str, Any] = {}
 
     def compare(self) -> None:
@@ -56,16 +47,11 @@ class RngState:
         everyones = gather_numbers(_fingerprints())
         self.alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
 
-    def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
-        """Go on beside ranks that are after `step`, from the state of one of them. `alike`: as that rank has it."""
-        self.alike = list(alike)
-        self._go_on(state, step, self.alike)
-
-    def restore(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a state that was captured after `step`."""
-        self._go_on(state, step, KINDS if self.rank == 0 else self.alike)
-
-    def _go_on(self, state: dict[str, Any], step: int, kinds: Collection[str]) -> None:
+    def restore(self, state: dict[str, Any], step: int, alike: Collection[str] | None = None) -> None:
+        """Go on from a state that was captured after `step`. `alike`: as a rank has it that goes on beside this one."""
+        if alike is not None:
+            self.alike = list(alike)
+        kinds = KINDS if alike is None and self.rank == 0 else self.alike
         restore(state, kinds)
         derive(state["seed"], self.rank, step, kinds=set(KINDS) - set(kinds))
         self._restored = capture()
@@ -75,20 +61,19 @@ class RngState:
         if self._seed is not None:
             derive(self._seed, self.rank, position.steps, position.epoch)
 
-    def beginning(self, position: Position, *, resumed: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def beginning(self, position: Position, *, resumed: bool) -> Iterator[None]:
         """Wrap what an epoch's loader draws when it begins. `resumed`: the epoch goes on in its middle.
 
         A resumed epoch has drawn this before, as has the script on entering it, so the generators go back afterwards.
         With a seed the loader draws what it drew the first time: one that shuffles has the same order again.
         """
-        return self._again(position) if resumed else nullcontext()
-
-    @contextmanager
-    def _again(self, position: Position) -> Iterator[None]:
-        self.begin_step(position._replace(steps=position.steps - position.batches))
+        if resumed:
+            self.begin_step(position._replace(steps=position.steps - position.batches))
         yield
-        self.begin_step(position)
-        if self._seed is None:
+        if resumed:
+            self.begin_step(position)
+        if resumed and self._seed is None:
             restore(self._restored)
 
 
@@ -111,11 +96,10 @@ def note() -> dict[str, Any]:
     return state
 
 
+# The words of numpy's usual generator, and its position among them.
 _MT19937_BYTES = 625 * 4
-"""The words of numpy's usual generator, and its position among them."""
-
+# The generator of numpy's as it was last noted: itself, its words in memory, and its state.
 _numpys_last: tuple[Any, bytes, dict[str, Any]] = (None, b"", {})
-"""The generator of numpy's as it was last noted: itself, its words in memory, and its state."""
 
 
 def _numpys(numpy: Any) -> dict[str, Any]:
@@ -137,11 +121,7 @@ def _numpys(numpy: Any) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put a captured state back, as far as this process has the generators.
-
-    Args:
-        state: from `capture`.
-        kinds: which generators.
+    """Put the result of `capture` back, for generators of `kinds`, as far as this process has them.
 
     Raises CheckpointError when the script has set another of numpy's generators than the saved one.
     """
@@ -156,15 +136,10 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
     try:
         sys.modules["numpy"].random.set_state(state["numpy"])
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            explain(
-                "numpy's generator is not the one that was saved",
-                "numpy.random",
-                got=error,
-                expected=state["numpy"]["bit_generator"],
-                remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
-            )
-        ) from error
+        what, expected = "numpy's generator is not the one that was saved", state["numpy"]["bit_generator"]
+        remedy = "Call numpy.random.set_bit_generator before the Loop as when it was saved"
+        text = explain(what, "numpy.random", got=error, expected=expected, remedy=remedy)
+        raise CheckpointError(text) from error
 
 
 def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:

@@ -24,16 +24,12 @@ from elasticrt.data.durable_files import put
 
 _log = logging.getLogger(__name__)
 
+# Smaller writes are gathered: torch makes four for each tensor, and their time would be taken from the training.
 GATHERED_BYTES_MAX = 1 << 16
-"""Smaller writes are gathered: torch makes four for each tensor, and their time would be taken from the training."""
 
 
 class _Sink(io.RawIOBase):
-    """Writes to a descriptor and hashes on the way: the digest is of what was meant, not of a copy.
-
-    A failed write is kept in `error`, and what follows is dropped: torch's writer would turn the OSError that says why
-    into a RuntimeError that does not.
-    """
+    """Writes to a descriptor and hashes on the way: the digest is of what was meant, not of a copy."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -47,6 +43,8 @@ class _Sink(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
         self.size += len(view)
+        # After a failure the rest is dropped: torch's writer would turn an OSError, which says why it failed, into a
+        # RuntimeError, which does not.
         if self.error is None:
             self.hash.update(view)
             try:
@@ -67,13 +65,10 @@ def hashed(fd: int, produce: Callable[[IO[bytes]], object]) -> tuple[int, str]:
 
 
 class Snapshot:
-    """A copy of a state as plain values, which does not change any more.
+    """A copy of a state as plain values, which does not change any more. The training has waited `stall_s` for it.
 
     What lies on a GPU is copied there first, and comes to the host when the copy is used, on a stream of its own: the
     training waits for neither. Where the GPU lacks room for that, it waits.
-
-    Attributes:
-        stall_s: seconds that the training has waited for it.
     """
 
     def __init__(self, state: Mapping[str, Any], buffers: Buffers | None = None) -> None:
@@ -141,11 +136,7 @@ Use = Callable[[Snapshot], object]
 
 
 class Snapshots:
-    """Takes snapshots one after the other: at most one is in flight, and the next one takes over its host memory.
-
-    Attributes:
-        buffers: that memory.
-    """
+    """Takes snapshots one after the other: at most one is in flight, and the next one takes over its `buffers`."""
 
     def __init__(self) -> None:
         self.buffers = Buffers()

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
 POOLED_BYTES_MIN = 1 << 16
-
+# Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two.
 MOMENTS = 2
-"""Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
 
 
 class Buffers:
@@ -68,15 +67,9 @@ def _memory_for(like: torch.Tensor) -> torch.Tensor:
 
 
 def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_device: bool = False) -> Any:
-    """A deep copy of `value`, of plain values only.
+    """A deep copy of `value`, of plain values only. Raises ConfigError, with the place in `where` of any other.
 
-    Args:
-        value: the state.
-        where: what it is called in errors.
-        buffers: memory of the copy before, which is overwritten.
-        on_device: tensors stay on their GPU, and nothing waits for it.
-
-    Raises ConfigError, with the place of what is no plain value.
+    The copy before, which is in `buffers`, is overwritten. `on_device`: tensors stay on their GPU, and nothing waits.
     """
     copier = _Copier(buffers, on_device=on_device)
     with buffers.reused() if buffers is not None else nullcontext():
@@ -104,7 +97,6 @@ class _UnfitError(Exception):
     """A value that is no plain one, and the keys that lead to it."""
 
     def __init__(self, value: object) -> None:
-        super().__init__()
         self.value = value
         self.place = ""
 
@@ -114,24 +106,19 @@ class _Copier:
         self._buffers = buffers
         self._on_device = on_device
         self.under_way: set[torch.device] = set()  # GPUs that are still writing to buffers.
-        self._copies: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}  # By the address of the original.
+        # Original and copy, by what makes two tensors the same numbers.
+        self._copies: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def plain(self, value: object, where: str) -> Any:
         """A copy of `value`. Raises ConfigError, with the place in `where` of what is no plain value."""
         try:
             return self.copy(value)
         except _UnfitError as unfit:
-            kind = type(unfit.value)
-            raise ConfigError(
-                explain(
-                    "state that can't be saved",
-                    where + unfit.place,
-                    got=f"{kind.__module__}.{kind.__qualname__}",
-                    expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
-                    remedy="Return only these from state_dict(). For sharded ones (FSDP) use"
-                    " torch.distributed.checkpoint",
-                )
-            ) from None
+            kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
+            expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
+            remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
+            got = f"{kind.__module__}.{kind.__qualname__}"
+            raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 
     def copy(self, value: object) -> Any:
         kind = type(value)
@@ -156,17 +143,11 @@ class _Copier:
         raise _UnfitError(value)
 
     def _mapping(self, value: Mapping[Any, object]) -> Any:
-        if isinstance(value, Counter):
-            return self._into(Counter(), value)
-        if not isinstance(value, OrderedDict):
-            return self._into({}, value)
-        ordered = self._into(OrderedDict(), value)
-        metadata = getattr(value, "_metadata", None)  # Module versions, which load_state_dict looks at.
-        if metadata is not None:
-            ordered._metadata = self.copy(metadata)  # type: ignore[attr-defined]
-        return ordered
-
-    def _into(self, copied: dict[Any, Any], value: Mapping[Any, object]) -> dict[Any, Any]:
+        copied: Any = Counter() if isinstance(value, Counter) else {}
+        if isinstance(value, OrderedDict):
+            copied = OrderedDict()
+            if hasattr(value, "_metadata"):  # Module versions, which load_state_dict looks at.
+                copied._metadata = self.copy(value._metadata)
         for key, item in value.items():
             try:
                 name = key if type(key) in _EXACT else self.copy(key)
@@ -183,15 +164,13 @@ class _Copier:
         if tensor.layout is not torch.strided:
             return tensor.detach().to("cpu", copy=True)
         # Tied weights are one tensor under two names: copied once, stored once.
-        address = tensor.data_ptr()
-        same_place = self._copies.get(address, ())
-        for other, copy in same_place:
-            if _is_same(other, tensor):
-                return copy
+        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if key in self._copies:
+            return self._copies[key][1]
         found = self._on_host(tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor))
-        if address:
+        if key[0]:
             # While its memory is held, no other tensor can have the same address.
-            self._copies[address] = (*same_place, (tensor, found))
+            self._copies[key] = (tensor, found)
         return found
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,12 +195,7 @@ class _Copier:
 class Note(_Copier):
     """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
 
-    Torch counts the changes of a tensor, but for those by way of `.data`.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors and plain values.
-
-    Raises ConfigError, with the place of what is no plain value.
+    Torch counts the changes of a tensor, but for those by way of `.data`. Raises as `plain_copy`.
     """
 
     def __init__(self, state: object) -> None:
@@ -239,8 +213,3 @@ class Note(_Copier):
             return tensor.clone()
         self._versions.append((tensor, tensor._version))
         return tensor
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin at the same address are the same numbers."""
-    return (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())

@@ -12,33 +12,26 @@ from elasticrt.checkpoint.state_copy import is_sharded, plain_copy
 from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
+# The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables.
 OURS = "elasticrt"
-"""The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables."""
 
 
 def checked(objects: Mapping[str, object]) -> dict[str, Any]:
     """The objects to save, modules without their wrappers. Raises TypeError, ConfigError for what can't be saved."""
     for name, each in objects.items():
+        where, kind = f"Loop({name}=)", type(each).__name__
         if name == OURS:
-            raise ConfigError(explain("this name is taken", f"Loop({name}=)", remedy="Use another one"))
+            raise ConfigError("this name is taken", where, remedy="Use another one")
         if isinstance(each, DataLoader):
-            raise ConfigError(
-                explain(
-                    "a loader's own state can't be saved",
-                    f"Loop({name}=)",
-                    got=type(each).__name__,
-                    expected="the sampler: a loader's state is one rank's, and of what it has drawn",
-                    remedy="Give Loop(sampler=...) an ElasticBatchSampler; the position is kept with it",
-                )
-            )
+            what, remedy = "a loader's own state can't be saved", "Give Loop(sampler=...) an ElasticBatchSampler"
+            expected = "the sampler: a loader's state is one rank's, and of what it has drawn"
+            raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
-            raise TypeError(explain("not stateful", f"Loop({name}=)", got=type(each).__name__, expected=expected))
+            raise TypeError(explain("not stateful", where, got=kind, expected=expected))
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"
-            raise ConfigError(
-                explain("sharded state (FSDP)", f"Loop({name}=)", got=type(each).__name__, expected=expected)
-            )
+            raise ConfigError("sharded state (FSDP)", where, got=kind, expected=expected)
     return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
 
 
@@ -48,24 +41,14 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *, shared: bool = False) -> None:
-    """Load each object's state. Raises CheckpointError when names, keys or shapes differ.
+    """Load each object's state from `data`, called `where` in errors. Raises CheckpointError when they do not fit.
 
-    Args:
-        objects: by name.
-        data: their states by name.
-        where: what `data` is, for errors.
-        shared: its tensors lie in memory that all ranks of this machine share, so that none of them is kept.
+    `shared`: its tensors lie in memory that all ranks of this machine share, so that none of them is kept.
     """
     saved, present = set(data) - {OURS}, set(objects)
     if saved != present:
-        raise CheckpointError(
-            explain(
-                "the checkpoint holds other objects than the script",
-                where,
-                got=f"in the checkpoint {sorted(saved)}",
-                expected=f"as given to Loop {sorted(present)}",
-            )
-        )
+        got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
+        raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)
     for name, each in objects.items():
         try:
             if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
@@ -77,7 +60,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
             remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
-            raise CheckpointError(explain(f"the checkpoint does not fit {name!r}", where, remedy=remedy)) from error
+            raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
 
 
 def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -21,8 +21,8 @@ from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
 LINKS_MAX = 4
+# More ranks than this at once, and more than half of them, are no culprit.
 RANKS_MAX = 4
-"""More ranks than this at once, and more than half of them, are no culprit."""
 
 _WAITING = re.compile(r"(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -30,19 +30,19 @@ _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
 )
 _LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
+# Files of torch.compile that have no frame while compiled code runs.
 _COMPILER = re.compile(
     r"/torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py$|/triton/compiler/|"
     r"/torch/_inductor/(async_compile\.py|codecache\.py|codegen/|compile_fx\.py|fx_passes/|graph\.py|lowering\.py|scheduler\.py)"
 )
-"""Files of torch.compile that have no frame while compiled code runs."""
 
+# What a library's function does, by its file.
 _KINDS = (
     ("gradients", re.compile(r"/torch/autograd/|/torch/nn/parallel/distributed\.py$|/torch/_tensor\.py$")),
     ("collective", re.compile(r"/torch/distributed/|/elasticrt/distributed/(collectives|barrier|group_store)\.py$")),
     ("loader", _LOADER),
     ("save", re.compile(r"/elasticrt/train/saving\.py$|/elasticrt/checkpoint/|/torch/serialization\.py$")),
 )
-"""What a library's function does, by its file."""
 
 STATES = {
     "T": "is stopped by a signal (SIGSTOP)",
@@ -54,33 +54,22 @@ STATES = {
 
 @dataclass(frozen=True)
 class Position:
-    """The position of one rank.
+    """The position of one rank."""
 
-    Attributes:
-        rank: its global rank.
-        step: its last finished step; `age_s`: seconds since then.
-        stepping: whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
-        state: the kernel's letter for its main thread.
-        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save",
-            "code", or "" if its stack is not known.
-        place: where in the script: "train.py:12 in step".
-        begun: the number of collectives of the default group that it has begun; 0: not known.
-        flights: its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
-        unheard: the addresses that do not acknowledge its data, with commas.
-        node: its node, once `find` knows that.
-    """
-
-    rank: int
+    rank: int  # Its global rank.
+    # `step`: its last finished step; `age_s`: seconds since then.
     step: int
     age_s: float
-    stepping: bool
-    state: str
+    stepping: bool  # Whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
+    state: str  # The kernel's letter for its main thread.
+    # "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save", "code", or ""
+    # if its stack is not known.
     doing: str
-    place: str = ""
-    begun: int = 0
-    flights: str = ""
-    unheard: str = ""
-    node: str = ""
+    place: str = ""  # Where in the script: "train.py:12 in step".
+    begun: int = 0  # The number of collectives of the default group that it has begun; 0: not known.
+    flights: str = ""  # Its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
+    unheard: str = ""  # The addresses that do not acknowledge its data, with commas.
+    node: str = ""  # Its node, once `find` knows that.
 
     def __post_init__(self) -> None:
         """Cut a place that is too long: another agent may have sent it."""
@@ -102,21 +91,13 @@ def from_json(found: object) -> Position:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A finding: the ranks for which the others wait.
+    """A finding: the ranks for which the others wait."""
 
-    Attributes:
-        ranks: global ranks; none if no rank is to blame.
-        nodes: theirs, without repetitions.
-        reason: what these ranks do, and where the others wait.
-        resting: no step is expected of these ranks, so this may be no mistake.
-        step: the last one of those that have found it.
-    """
-
-    ranks: tuple[int, ...]
-    nodes: tuple[str, ...]
-    reason: str
-    resting: bool = False
-    step: int = 0
+    ranks: tuple[int, ...]  # Global ranks; none if no rank is to blame.
+    nodes: tuple[str, ...]  # Theirs, without repetitions.
+    reason: str  # What these ranks do, and where the others wait.
+    resting: bool = False  # No step is expected of these ranks, so this may be no mistake.
+    step: int = 0  # The last one of those that have found it.
 
     @property
     def key(self) -> str:

@@ -48,28 +48,20 @@ from elasticrt.workers.group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
+# The part of the limit of a stall after which there is a warning.
 WARN_PART = 0.5
-"""The part of the limit of a stall after which there is a warning."""
-
+# The usual pause is the median of this many.
 PAUSES_KEPT = 9
-"""The usual pause is the median of this many."""
 
 
 class HangMonitor:
-    """Watches the workers of one node. Used by the agent's thread.
+    """Watches the workers of one node. Used by the agent's thread. Times are seconds of the monotonic clock.
 
     Args:
-        settings: the node's.
         put: takes `Stacks`, on another thread, as events for `placed` and `report`.
-        event_log: the node's event log.
         say: prints a line for the user.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for the state of a process, as `proc.state_of`.
-
-    Attributes:
-        positions: of this node's workers, while their steps stand still.
-        comparison: of the nodes' own work.
-        said: the answer to other agents that ask about the workers. Any thread may read it.
     """
 
     def __init__(
@@ -104,9 +96,9 @@ class HangMonitor:
         self._pauses: tuple[float, ...] = ()  # Seconds of the newest ones.
         self._look_at: float | None = None  # None before the first step, which wakes the agent.
         self._stand = Stand()
-        self.positions: tuple[Position, ...] = ()
-        self.said: Mapping[str, object] = {}
-        self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        self.positions: tuple[Position, ...] = ()  # Of this node's workers, while their steps stand still.
+        self.said: Mapping[str, object] = {}  # What other agents hear about the workers. Any thread may read it.
+        self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0  # Of the nodes' own work.
         self._found: dict[str, object] = {}  # The finding about the present stand, for the other nodes.
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._blamed_step = 0, ""  # The step and the reason of the last finding.
@@ -122,12 +114,9 @@ class HangMonitor:
         return [at for at in times if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
-        """Look at the pages of all running workers, if it is time.
+        """Look at the pages of all running workers, if it is time `now`.
 
-        Args:
-            now: seconds of the monotonic clock.
-            pages: of the workers.
-            held: the workers stop after their step for a handover, so no step is expected.
+        `held`: the workers stop after their step for a handover, so no step is expected.
         """
         if self._look_at is not None and now < self._look_at:
             return
@@ -152,12 +141,11 @@ class HangMonitor:
         self._pace = pace.looked(sight(pages, held=held), now)
 
     def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
-        """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves.
-
-        A process under a debugger is not meant. Not with `began`: a worker may get another seat while it is stopped.
-        """
+        """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves."""
         if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
             return frozenset()
+        # A process under a debugger ("t") is not meant. `began` leaves this as it is: a worker may get another seat
+        # while it is stopped.
         self._stopped = self._stopped.looked([pid for pid in pids if self._state_of(pid) == "T"], now)
         self._stopped_look_at = now + LOOK_S if pids else None
         return self._stopped.over(now)
@@ -170,10 +158,8 @@ class HangMonitor:
     def look_closer(
         self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: Iterable[float]
     ) -> None:
-        """If there has been no step for long at `now`, take the workers' stacks for `placed`.
-
-        `ask_s`: so many seconds later it is time to ask other nodes, each time.
-        """
+        """If there has been no step for long at `now`, take the workers' stacks for `placed`; `ask_s` later it is time
+        to ask other nodes, each time."""
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return
@@ -199,26 +185,24 @@ class HangMonitor:
         """
         if not self._stand.times:
             return  # The steps go on again.
-        found = []
-        for local_rank, lines in stacks.lines.items():
-            page = pages.get(local_rank)
-            if page is None or local_rank not in ranks:
-                continue
-            what, place = doing(main_thread(lines))
-            found.append(
-                Position(
-                    rank=ranks[local_rank],
-                    step=step_of(page),
-                    age_s=age_of(page),
-                    stepping=bool(page.stepping or not page.entered),
-                    state=self._state_of(pids.get(local_rank, 0)),
-                    doing=what,
-                    place=place,
-                    begun=page.begun,
-                    unheard=",".join(unacknowledged(pids.get(local_rank, 0))[:LINKS_MAX]),
-                )
+
+        def position(local_rank: int, lines: Sequence[str]) -> Position:
+            page, pid, (what, place) = pages[local_rank], pids.get(local_rank, 0), doing(main_thread(lines))
+            return Position(
+                rank=ranks[local_rank],
+                step=step_of(page),
+                age_s=age_of(page),
+                stepping=bool(page.stepping or not page.entered),
+                state=self._state_of(pid),
+                doing=what,
+                place=place,
+                begun=page.begun,
+                unheard=",".join(unacknowledged(pid)[:LINKS_MAX]),
             )
-        self.positions, self._waits_at, self._aged_at = tuple(found), 0.0, time.monotonic()
+
+        known = pages.keys() & ranks.keys()
+        self.positions = tuple(position(rank, lines) for rank, lines in stacks.lines.items() if rank in known)
+        self._waits_at, self._aged_at = 0.0, time.monotonic()
 
     def is_to_ask(self, now: float, *, first: bool) -> bool:
         """Whether to ask other nodes about their workers `now`: after each closer look at this node's workers, and on
@@ -236,11 +220,9 @@ class HangMonitor:
         self._waits_at = now + LOOK_IDLE_S
         by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
-        known = [each for each in self.positions if each.rank in by_rank]
-        pages_of = [by_rank[each.rank] for each in known]
+        known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(
-            replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page))
-            for each, page in zip(known, pages_of, strict=True)
+            replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page)) for each, page in known
         )
         self._aged_at = time.monotonic()
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
@@ -251,15 +233,13 @@ class HangMonitor:
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
         before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
-        found = self.comparison.found if self.comparison.is_certain else None
-        if found is None and before.is_certain:
-            self._events.write(events.Straggler(generation, step, "", 0.0, 0.0))
-        if found is None or before.is_certain:
+        if before.is_certain == self.comparison.is_certain:
             return
-        self._events.write(
-            events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))
-        )
-        self._say(found.reason)
+        found = self.comparison.found if self.comparison.is_certain else None
+        node, own_s, others_s = (found.node, found.own_s, found.others_s) if found is not None else ("", 0.0, 0.0)
+        self._events.write(events.Straggler(generation, step, node, round(own_s, 4), round(others_s, 4)))
+        if found is not None:
+            self._say(found.reason)
 
     def blame(
         self,
@@ -271,8 +251,7 @@ class HangMonitor:
         """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
 
         Args:
-            generation: the generation.
-            nodes: the addresses of its nodes.
+            nodes: the addresses of the generation's nodes.
             others: the other agents' answers, by node.
             reached: of those that have not answered, by which other node each is reached.
         """
@@ -288,10 +267,7 @@ class HangMonitor:
             self._tell(generation, replace(culprit, step=self._own_step()))
 
     def hear(self, generation: int, answer: Mapping[str, object]) -> None:
-        """Report what the node of rank 0 has found, by the `answer` of it or of the leader, if steps stand still here.
-
-        Those that cannot ask that node hear it from here.
-        """
+        """Report what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still here."""
         found = answer.get("culprit")
         if not self.positions or not isinstance(found, dict):
             return
@@ -343,15 +319,7 @@ class HangMonitor:
     def ask_if_waited_for(
         self, now: float, group: WorkerGroup, generation: int, ended: Sequence[str], left: Sequence[int]
     ) -> None:
-        """Look at `now` at the workers that run on.
-
-        Args:
-            now: seconds of the monotonic clock.
-            group: the workers.
-            generation: theirs.
-            ended: descriptions of those that have ended.
-            left: local ranks of those that run on.
-        """
+        """Look at `now` at the workers that run on: `left`, by local rank. `ended` describes those that have ended."""
         if not ended or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
@@ -368,8 +336,7 @@ class HangMonitor:
 
     def ask(self, group: WorkerGroup, blank: Stacks, local_ranks: Sequence[int] = ()) -> None:
         """Ask all workers of a generation, or `local_ranks`, for their stacks. `blank`: the answer without lines."""
-        generation = blank.generation
-        pids = group.pids(generation)
+        generation, pids = blank.generation, group.pids(blank.generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
         self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
@@ -377,12 +344,11 @@ class HangMonitor:
         """Report `stacks`. Returns the failure, if they are final. `ranks`: global ranks by local rank."""
         if stacks.why == "stalled" and stacks.step != self._pace.step:
             return None  # The steps go on again.
+        node, generation = self._settings.node, stacks.generation
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
         message = report(stacks, lines)
-        if not stacks.final:
-            return None
-        return stalled(node=self._settings.node, generation=stacks.generation, message=message, stacks=lines)
+        return stalled(node=node, generation=generation, message=message, stacks=lines) if stacks.final else None
 
     def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Say which ranks run on after others have ended. Returns the failure's message."""
@@ -407,8 +373,7 @@ class HangMonitor:
             logs = f"{directory}/logs/generation-{stacks.generation}"
             self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
         for rank, each in lines.items() if stacks.why == "paused" else ():
-            at = where(each)
-            self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
+            self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {where(each)}")
         blamed_step, reason = self._blamed_step
         culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
         return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"

@@ -17,25 +17,22 @@ from elasticrt.workers.store_ports import listen
 
 log = logging.getLogger(__name__)
 
+# After this time the answer comes too late.
 QUESTION_S = PROBE_STEPS * PROBE_STEP_S
-"""After this time the answer comes too late."""
-
+# The number of seats that are probed at a time for other agents.
 CHECKS_MAX = 4
-"""The number of seats that are probed at a time for other agents."""
 
 NONCE_MAX = 64
 CONNECTIONS_MAX = 128
 
 
 class ProbeServer:
-    """Answers probes from `start` until `close`, on the thread of the agent's `Prober`.
+    """Answers probes at a free `port` of `address`, from `start` until `close`, on the thread of the agent's `prober`.
 
     The port is bound at once, because the agent announces it before `start`. Questions that come before that wait.
 
     Args:
-        prober: of the same agent; closed later than this.
-        address: where to listen, at any free `port`.
-        run_id: the agent's run.
+        prober: closed later than this.
         state: gives (incarnation, generation), from any thread.
         seats: the agents it may be asked about. It never connects to an address that came with a question.
         workers: the positions and the waits of its workers, as JSON values.
@@ -88,21 +85,22 @@ class ProbeServer:
             return
         incarnation, generation = self._state()
         answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
-        if "about" not in question:
+        if "about" in question:
+            self._check(client, answer, question["about"])
+        else:
             self._answer(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
-        elif not self._check(client, answer, question["about"]):
-            self._answer(client, {**answer, "about": "unknown"})
 
-    def _check(self, client: Client, answer: dict[str, object], about: object) -> bool:
-        """Probe the incarnation `about`, once for all clients that ask meanwhile. False if it is not to be probed."""
+    def _check(self, client: Client, answer: dict[str, object], about: object) -> None:
+        """Probe the incarnation `about`, once for all clients that ask meanwhile."""
         seat = next((seat for seat in self._seats() if seat.incarnation == about), None)
-        if seat is None or (seat.incarnation not in self._checks and len(self._checks) >= CHECKS_MAX):
-            return False
-        asked = seat.incarnation in self._checks
-        self._checks.setdefault(seat.incarnation, []).append((client, answer))
-        if not asked:
+        waiting = self._checks.get(seat.incarnation) if seat is not None else None
+        if waiting is not None:
+            waiting.append((client, answer))
+        elif seat is None or len(self._checks) >= CHECKS_MAX:
+            self._answer(client, {**answer, "about": "unknown"})
+        else:
+            self._checks[seat.incarnation] = [(client, answer)]
             self._prober.check(seat, self._checked)
-        return True
 
     def _checked(self, seat: Seat, found: Answer) -> None:
         for client, answer in self._checks.pop(seat.incarnation):

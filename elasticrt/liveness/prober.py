@@ -13,7 +13,7 @@ decide sooner than one.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import queue
 import random
@@ -21,7 +21,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -30,28 +30,24 @@ from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
 from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS, WORKERS_STEPS
 from elasticrt.rendezvous.records import Seat
 
+# Open connections at most. An agent's usual limit of open files is 1,024.
 OPEN_AT_ONCE = 256
-"""Open connections at most. An agent's usual limit of open files is 1,024."""
-
+# The number of agents that are asked about a seat that has not answered within a step.
 WITNESSES = 2
-"""The number of agents that are asked about a seat that has not answered within a step."""
-
 LINE_MAX_BYTES = 512
+# An answer with the positions of workers has up to a kilobyte for each.
 ANSWER_MAX_BYTES = 1 << 16
-"""An answer with the positions of workers has up to a kilobyte for each."""
-
 GENERATION_MAX = 2**53
 CLOSE_S = 2.0
 
 Answer = Literal["alive", "dead", "silent"]
+_Said = tuple[Answer, dict[str, Any]]
+# Takes a seat, its answer, and when the question was put, in seconds of the monotonic clock.
 Sink = Callable[[Seat, Answer, float], None]
-"""Takes a seat, its answer, and when the question was put, in seconds of the monotonic clock."""
-
+# Takes a seat, its answer, and the answer's fields.
 Done = Callable[[Seat, Answer, dict[str, Any]], None]
-"""Takes a seat, its answer, and the answer's fields."""
-
+# The agents that may be asked about a seat: those that know it, without the one that asks.
 Witnesses = Callable[[Seat], Sequence[Seat]]
-"""The agents that may be asked about a seat: those that know it, without the one that asks."""
 
 
 def no_witnesses(_: Seat) -> Sequence[Seat]:
@@ -120,77 +116,103 @@ class Gathering:
 
 @dataclass(eq=False)
 class _Question:
-    """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered.
-
-    Attributes:
-        seat: to which.
-        done: takes the answer.
-        steps: how often it is tried; `made`: the number of tries so far, `open`: those under way.
-        witnesses: who may be asked about the seat; `agreed`: one of them hears nothing either; `reached_by`: the node
-            of one that does hear it.
-        workers: ask for the positions of workers as well.
-    """
+    """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered."""
 
     seat: Seat
     done: Done
     steps: int
     witnesses: Witnesses = no_witnesses
     workers: bool = False
-    made: int = 0
+    # `once`: it is dropped if its seat is being asked already; `gathered`: its answer may wait for others.
+    once: bool = False
+    gathered: bool = False
+    made: int = 0  # The number of tries so far, `open`: those under way.
     open: list[_Try] = field(default_factory=list)
+    # `agreed`: a witness hears nothing either; `reached_by`: the node of one that does hear the seat.
     agreed: bool = False
     reached_by: str = ""
 
 
 @dataclass(eq=False)
 class _Try:
-    """One connection, to the question's seat or to a witness, with the nonce that was sent and the `text` received."""
+    """One connection to `seat`: the question's, or a witness."""
 
     question: _Question
     seat: Seat
     connection: socket.socket
-    nonce: str = ""
-    text: bytes = b""
+    talk: Iterator[int]
+
+
+def _talk(connection: socket.socket, address: Any, seat: Seat, nonce: str, text: bytes) -> Generator[int, None, _Said]:
+    """Put a question to `seat`, without waiting: yields whether to go on when one can write or read, returns what came.
+
+    An answer that comes late, not at all, or from somebody else counts as silence.
+    """
+    received = b""
+    try:
+        with contextlib.suppress(BlockingIOError):
+            connection.connect(address)
+        yield WRITE
+        connection.send(text)  # It has room for a line. Raises what `connect` would have.
+        while not received.endswith(b"\n"):
+            yield READ
+            piece = connection.recv(LINE_MAX_BYTES)
+            received += piece
+            if not piece or len(received) > ANSWER_MAX_BYTES:
+                return "silent", {}
+    except (ConnectionRefusedError, ConnectionResetError):
+        return "dead", {}
+    except OSError:
+        return "silent", {}
+    fields = fields_in(received) or {}
+    if fields.get("nonce") != nonce:
+        return "silent", {}
+    return "alive" if fields.get("incarnation") == seat.incarnation else "dead", fields
 
 
 class Prober:
-    """Asks seats in the background, each seat once at a time. Calls `sink` on its thread.
+    """Asks seats in the background. Calls `sink` on its thread. All methods but `check` may be called from any thread.
 
     It is one thread with a selector, because after the loss of one of a thousand nodes all others are asked before
     anything else can happen. Threads that take turns need three times as long.
-
-    Attributes:
-        thread: where it works. The agent's `ProbeServer` answers there.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._answers = Gathering(self._pass_on)
-        self._asking: set[str] = set()  # Incarnations, until `sink` has the answer.
+        self._asking: set[str] = set()  # Incarnations that are asked `once`, until the answer was passed on.
         self._questions: set[_Question] = set()  # Those without an answer.
         self._waiting: deque[_Question] = deque()  # Those of them that wait for a connection.
         self._open: set[_Try] = set()
+        # Where it works. The agent's `ProbeServer` answers there.
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
     def ask(self, seats: Iterable[Seat], witnesses: Witnesses = no_witnesses) -> None:
-        """Ask those of `seats` that are not being asked already. May be called from any thread.
+        """Ask those of `seats` that are not being asked already whether they live.
 
         An agent that does not answer is silent after five tries of 0.3 s, or after 0.6 s if one of its `witnesses`
         hears nothing either.
         """
-        self.thread.call(partial(self._ask, tuple(seats), witnesses, time.monotonic()))
+        asked_at = time.monotonic()
+
+        def done(seat: Seat, answer: Answer, _: dict[str, Any]) -> None:
+            self._answers.answered(seat, answer, asked_at)
+
+        self._put([_Question(seat, done, PROBE_STEPS, witnesses, once=True, gathered=True) for seat in seats])
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
-        """Ask the agents of `seats` which generation they run. May be called from any thread.
+        """Ask the agents of `seats` which generation they run.
 
-        Another incarnation's answer counts too: an agent that was left out and came back knows the newest generation.
-
-        Args:
-            seats: whom to ask.
-            run_id: the run.
-            heard: takes each answer, on the prober's thread; 0 if no agent of the run answers.
+        `heard` takes each answer, on the prober's thread; 0 if no agent of the run answers.
         """
-        self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
+
+        def done(seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
+            self._asking.discard(seat.incarnation)
+            # Another incarnation's answer counts too: an agent that was left out and came back knows the newest one.
+            number = fields.get("generation") if fields.get("run") == run_id else 0
+            heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
+
+        self._put([_Question(seat, done, LISTEN_STEPS, once=True) for seat in seats])
 
     def ask_for_workers(
         self,
@@ -198,43 +220,11 @@ class Prober:
         done: Callable[[dict[str, dict[str, Any]]], None],
         witnesses: Witnesses = no_witnesses,
     ) -> None:
-        """Ask the agents of `seats` for the positions of their workers. May be called from any thread.
+        """Ask the agents of `seats` for the positions of their workers.
 
         `done` takes their answers by node, on the prober's thread, when all have answered or are silent. For a silent
         one that a witness reaches, the answer is {"reached_by": the witness's node}.
         """
-        self.thread.call(partial(self._ask_for_workers, tuple(seats), done, witnesses))
-
-    def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
-        """Ask `seat` once, on behalf of another agent. Call it on the prober's thread; `done` takes the answer."""
-        self._begin(_Question(seat, lambda seat, answer, _: done(seat, answer), steps=1))
-
-    def close(self) -> None:
-        """Drop the questions under way, and take no more."""
-        self.thread.close(CLOSE_S)
-
-    # On the thread.
-
-    def _ask(self, seats: Sequence[Seat], witnesses: Witnesses, asked_at: float) -> None:
-        def done(seat: Seat, answer: Answer, _: dict[str, Any]) -> None:
-            self._answers.answered(seat, answer, asked_at)
-
-        for seat in self._mark_asked(seats):
-            self._answers.asked()
-            self._begin(_Question(seat, done, PROBE_STEPS, witnesses))
-
-    def _listen(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
-        def done(seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
-            self._asking.discard(seat.incarnation)
-            number = fields.get("generation") if fields.get("run") == run_id else 0
-            heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
-
-        for seat in self._mark_asked(seats):
-            self._begin(_Question(seat, done, LISTEN_STEPS))
-
-    def _ask_for_workers(
-        self, seats: Sequence[Seat], done: Callable[[dict[str, dict[str, Any]]], None], witnesses: Witnesses
-    ) -> None:
         answers: dict[str, dict[str, Any]] = {}
         missing = {seat.incarnation for seat in seats}
 
@@ -246,24 +236,37 @@ class Prober:
                 done(answers)
 
         if not seats:
-            done(answers)
-        for seat in seats:
-            self._begin(_Question(seat, one, WORKERS_STEPS, witnesses, workers=True))
+            self.thread.call(partial(done, answers))
+        self._put([_Question(seat, one, WORKERS_STEPS, witnesses, workers=True) for seat in seats])
 
-    def _mark_asked(self, seats: Iterable[Seat]) -> list[Seat]:
-        """Those of `seats` that are not being asked already. From now on they are."""
-        found = [seat for seat in seats if seat.incarnation not in self._asking]
-        self._asking |= {seat.incarnation for seat in found}
-        return found
+    def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
+        """Ask `seat` once, on behalf of another agent. Call it on the prober's thread; `done` takes the answer."""
+        self._begin([_Question(seat, lambda seat, answer, _: done(seat, answer), steps=1)])
+
+    def close(self) -> None:
+        """Drop the questions under way, and take no more."""
+        self.thread.close(CLOSE_S)
+
+    def _put(self, questions: Sequence[_Question]) -> None:
+        self.thread.call(partial(self._begin, questions))
+
+    # On the thread.
+
+    def _begin(self, questions: Sequence[_Question]) -> None:
+        for question in questions:
+            if question.once and question.seat.incarnation in self._asking:
+                continue
+            if question.once:
+                self._asking.add(question.seat.incarnation)
+            if question.gathered:
+                self._answers.asked()
+            self._questions.add(question)
+            self._waiting.append(question)
+        self._begin_waiting()
 
     def _pass_on(self, seat: Seat, answer: Answer, asked_at: float) -> None:
         self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
-
-    def _begin(self, question: _Question) -> None:
-        self._questions.add(question)
-        self._waiting.append(question)
-        self._begin_waiting()
 
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._open) < OPEN_AT_ONCE:
@@ -281,18 +284,15 @@ class Prober:
         self.thread.after(PROBE_STEP_S, partial(self._try, question))
         self._connect(question, question.seat)
         if question.made == 2 and question in self._questions:
-            self._ask_witnesses(question)
-
-    def _ask_witnesses(self, question: _Question) -> None:
-        """Ask some agents about the seat, which are not being asked themselves."""
-        unsure = {each.seat.incarnation for each in self._questions}
-        others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
-        # At random: after the loss of a node all others ask at once, and should not all ask the same two.
-        for seat in random.sample(others, min(WITNESSES, len(others))):
-            self._connect(question, seat)
+            # Only agents that are not being asked themselves. At random: after the loss of a node all others ask at
+            # once, and should not all ask the same two.
+            unsure = {each.seat.incarnation for each in self._questions}
+            others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
+            for seat in random.sample(others, min(WITNESSES, len(others))):
+                self._connect(question, seat)
 
     def _connect(self, question: _Question, seat: Seat) -> None:
-        """Connect to `seat`, without waiting for it. If that is impossible, the try counts as silence."""
+        """Make a try with `seat`. If not even a socket can be had, it counts as silence."""
         while question.open and len(self._open) >= OPEN_AT_ONCE:
             self._hang_up(question.open[0])
         try:
@@ -300,57 +300,21 @@ class Prober:
             flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
             found = socket.getaddrinfo(seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=flags)
             family, _, _, _, address = found[0]
-            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except (OSError, ValueError):  # The text is no address, or too many files are open.
             return
-        one = _Try(question, seat, connection)
+        about = "" if seat is question.seat else question.seat.incarnation
+        nonce, text = new_question(about, workers=question.workers)
+        one = _Try(question, seat, connection, _talk(connection, address, seat, nonce, text))
         question.open.append(one)
         self._open.add(one)
-        try:
-            connection.setblocking(False)
-            failure = connection.connect_ex(address)
-        except OSError as error:
-            failure = error.errno or errno.EIO
-        if failure in (0, errno.EINPROGRESS):
-            self.thread.watch(connection, WRITE, partial(self._connected, one))
-        else:
-            self._failed(one, failure)
+        self._go_on(one)
 
-    def _connected(self, one: _Try) -> None:
-        """The connection is made, or has failed: send the question."""
-        failure = one.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failure:
-            self._failed(one, failure)
-            return
-        question = one.question
-        about = "" if one.seat is question.seat else question.seat.incarnation
-        one.nonce, text = new_question(about, workers=question.workers)
+    def _go_on(self, one: _Try) -> None:
         try:
-            one.connection.send(text)  # A fresh connection has room for a line.
-        except OSError as error:
-            self._failed(one, error.errno or errno.EIO)
-        else:
-            self.thread.watch(one.connection, READ, partial(self._heard, one))
-
-    def _heard(self, one: _Try) -> None:
-        """Read an answer, or a part of it."""
-        try:
-            piece = one.connection.recv(LINE_MAX_BYTES)
-        except OSError as error:
-            self._failed(one, error.errno or errno.EIO)
-            return
-        one.text += piece
-        if one.text.endswith(b"\n"):
-            fields = fields_in(one.text) or {}
-            if fields.get("nonce") != one.nonce:
-                self._tried(one, "silent", {})
-            else:
-                self._tried(one, "alive" if fields.get("incarnation") == one.seat.incarnation else "dead", fields)
-        elif not piece or len(one.text) > ANSWER_MAX_BYTES:
-            self._tried(one, "silent", {})
-
-    def _failed(self, one: _Try, failure: int) -> None:
-        self._tried(one, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent", {})
+            self.thread.watch(one.connection, next(one.talk), partial(self._go_on, one))
+        except StopIteration as end:
+            self._tried(one, *end.value)
 
     def _tried(self, one: _Try, answer: Answer, fields: dict[str, Any]) -> None:
         """A try has ended with `answer`, from the seat or a witness. After "silent" other tries may bring more."""

@@ -20,26 +20,21 @@ from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
 
 log = logging.getLogger(__name__)
 
+# The interval of the events `progress`.
 TELL_EVERY_S = 5.0
-"""The interval of the events `progress`."""
-
+# A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
+# `elasticrt.init` is called; there is a process group; the state is restored; a step is done.
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
-"""A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
-`elasticrt.init` is called; there is a process group; the state is restored; a step is done."""
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
-    """The milliseconds of each phase.
-
-    Args:
-        since_ns: the beginning of the first phase; 0: the first mark.
-        marks: the ends of phases, in ns. The time of a phase without a mark counts for the next one. A mark before an
-            earlier phase's mark counts as set with that: a step may end after its handover was asked for.
-    """
+    """The milliseconds of each phase, by the ends of phases in `marks`; the first one begins `since_ns`, or with its
+    mark if that is 0. The time of a phase without a mark counts for the next one."""
     set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
     at = since_ns or (set_marks[0][1] if set_marks else 0)
     parts = {}
     for name, mark in set_marks:
+        # Some marks are before that of an earlier phase: a step may end after its handover was asked for.
         parts[name] = max(0, mark - at) / 1e6
         at = max(at, mark)
     return parts
@@ -47,23 +42,17 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """A worker's own work in a step: the step without the wait for the others' gradients.
+    """A worker's own work in a step: the step without the wait for the others' gradients."""
 
-    Attributes:
-        step, at_ns: the last step at the last look, and the time of that look.
-        besides_ns: the time spent on saves and pauses until then.
-        waited_ns, waits: the time waited until then, and the number of steps in which it was measured.
-        wait_s: the wait in a step, by the newest measurement.
-        own_s: seconds of own work in a step, lately; 0 before it is known.
-    """
-
+    # `step`, `at_ns`: the last step at the last look, and the time of that look.
     step: int
     at_ns: int
-    besides_ns: int
+    besides_ns: int  # The time spent on saves and pauses until then.
+    # `waited_ns`, `waits`: the time waited until then, and the number of steps in which it was measured.
     waited_ns: int
     waits: int
-    wait_s: float = 0.0
-    own_s: float = 0.0
+    wait_s: float = 0.0  # The wait in a step, by the newest measurement.
+    own_s: float = 0.0  # Seconds of own work in a step, lately; 0 before it is known.
 
     def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
         """The work after another look, with new values of the attributes. Unchanged if there was no step."""
@@ -76,15 +65,9 @@ class OwnWork:
 
 
 class Progress:
-    """The progress of one node's workers.
+    """The progress of one node's workers. `look` returns the pages of all of them, by local rank.
 
-    Args:
-        look: returns the pages of all its workers, by local rank.
-        event_log: the node's event log.
-        clock: this machine's.
-
-    Attributes:
-        pause_s: the seconds of the last recovery.
+    `pause_s` are the seconds of the last recovery.
     """
 
     def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
@@ -164,24 +147,20 @@ class Progress:
         if "agree" not in self._marks:  # A second Loop of the same script.
             return
         pause_s = self._pause_until(step.at_ns)
-        redone = None
-        if pause_s is not None:
-            self.pause_s = pause_s
-            # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
-            redone = max(0, self._last - step.resumed_from)
+        # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
+        redone = None if pause_s is None else max(0, self._last - step.resumed_from)
+        self.pause_s = self.pause_s if pause_s is None else pause_s
         self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
         self._recovered(generation, pause_s, step.at_ns)
 
     def look(self, generation: int, now: float) -> None:
-        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock).
-
-        Also end the recovery of a script without a Loop after its first step, of which there is no message.
-        """
+        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock)."""
         if now >= self._tell_at:
             self._tell_at = now + TELL_EVERY_S
             self._count(self._look())
             self.tell()
-        # Without a Loop a step is known by the page alone: an optimizer's beat sends no message.
+        # Without a Loop the first step, which ends the recovery, is known by the page alone: an optimizer's beat sends
+        # no message.
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
@@ -231,13 +210,11 @@ class Progress:
         since = ([now - then for now, then in zip(spent[page], self._spent[page], strict=True)] for page in known)
         data_s, save_s, pause_s = (max(each) / 1e9 for each in zip(*since, strict=True))
         for page in known:
-            self._work[page] = self._work[page].looked(
-                page.step, now_ns, sum(spent[page][1:]), page.waited_ns, page.waits
-            )
-        step = min(page.step if page.step_at_ns else 0 for page in known)
+            besides_ns = sum(spent[page][1:])
+            self._work[page] = self._work[page].looked(page.step, now_ns, besides_ns, page.waited_ns, page.waits)
         self._newest = events.Progress(
             generation=self._generation,
-            step=step,
+            step=min(page.step if page.step_at_ns else 0 for page in known),
             data_s=round(data_s, 6),
             save_s=round(save_s, 6),
             pause_s=round(pause_s, 6),
@@ -258,14 +235,12 @@ class Progress:
         return max(0, self._clock.monotonic_ns() - newest_ns) / 1e9 if newest_ns else 0.0
 
     def starting(self, now: float) -> bool:
-        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over.
-
-        If no worker was ever in a Loop, the script counts as one without a Loop after START_UNKNOWN_S.
-        """
+        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over."""
         own = self._look()
         self._has_loop = self._has_loop or any(page.entered for page in own)
         if not own or all(page.step_at_ns for page in own):
             return False
+        # If no worker was ever in a Loop, the script soon counts as one without a Loop.
         return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:

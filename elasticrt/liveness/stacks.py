@@ -24,30 +24,23 @@ from elasticrt.workers.logs import file_of
 log = logging.getLogger(__name__)
 
 LINES_MAX = 120
-
+# The first line of each answer, by faulthandler.
 BEGINS = "Stack (most recent call first):"
-"""The first line of each answer, by faulthandler."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of one generation's workers on this node.
+    """The stacks of one generation's workers on this node."""
 
-    Attributes:
-        why: the reason for taking them, see `hang_monitor`.
-        generation, step: the generation, and its newest step.
-        age_s: for how long this state had lasted, in seconds; `final`: that is too long.
-        lines: the stacks by local rank.
-        ended: for "waited_for": a description of the workers that have ended.
-    """
-
-    why: Literal["stalled", "late", "paused", "waited_for", "closer"]
+    why: Literal["stalled", "late", "paused", "waited_for", "closer"]  # The reason for taking them, see `hang_monitor`.
+    # `generation`, `step`: the generation, and its newest step.
     generation: int
     step: int
+    # `age_s`: for how long this state had lasted, in seconds; `final`: that is too long.
     age_s: float
     final: bool
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    ended: str = ""
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # The stacks by local rank.
+    ended: str = ""  # For "waited_for": a description of the workers that have ended.
 
 
 def take(
@@ -56,13 +49,9 @@ def take(
     put: Callable[[Stacks], None],
     blank: Stacks,
 ) -> None:
-    """Ask workers for their stacks.
+    """Ask `workers` (process id and status page, by local rank) for their stacks; `signal` sends all of them a signal.
 
-    Args:
-        workers: process id and status page, by local rank.
-        signal: sends a signal to all of them.
-        put: takes the answer, on another thread, within a few seconds.
-        blank: the answer without its lines.
+    `put` takes the answer within a few seconds, on another thread: `blank` with its lines.
     """
     before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
     if all(_catches(pid) for pid, _ in workers.values()):  # The signal ends a process without a handler.

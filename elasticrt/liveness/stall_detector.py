@@ -20,61 +20,44 @@ from dataclasses import dataclass, field, replace
 
 from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S
 
+# The usual time of a step is the median of this many measurements: a single slow or fast step does not matter.
 STEPS_KEPT = 9
-"""The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
-
+# Steps stand after this many seconds, and this many times the usual step.
 STANDING_S, STANDING_FACTOR = 0.75, 4.0
-"""Steps stand after this many seconds, and this many times the usual step."""
-
+# They stall after `hang_s` seconds, and this many times the generation's longest step.
 HANG_FACTOR = 20.0
-"""They stall after `hang_s` seconds, and this many times the generation's longest step."""
-
+# In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang.
 EARLY_STEPS, EARLY_FACTOR = 20, 3.0
-"""In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang."""
-
+# Of one core. Threads of torch that only wait use less, and any work uses more.
 IDLE_SHARE = 0.01
-"""Of one core. Threads of torch that only wait use less, and any work uses more."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock.
+    """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock."""
 
-    Attributes:
-        step, at: its last step, and when that ended: 0 before the first of this generation.
-        expected: steps are expected of all workers.
-        ready_at: when it was ready for its first step (without a Loop: when the script began); 0 if not known.
-    """
-
+    # `step`, `at`: its last step, and when that ended: 0 before the first of this generation.
     step: int
     at: float
-    expected: bool
+    expected: bool  # Steps are expected of all workers.
+    # When it was ready for its first step (without a Loop: when the script began); 0 if not known.
     ready_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class StallDetector:
-    """The steps of one generation, as far as they have been seen.
+    """The steps of one generation, as far as they have been seen."""
 
-    Attributes:
-        hang_s: the least seconds of a stall, as the user has chosen; 0: there is none.
-        standing_s: the least seconds of standing steps.
-        step: the newest step; `since`: the beginning of the wait for the next one.
-        first: the first step of this generation that was seen; 0 before.
-        expected: whether steps were expected at the last look, at `looked_at`.
-        recent: seconds of single steps, lately.
-        longest: the longest time between two steps, in seconds.
-    """
-
-    hang_s: float
-    standing_s: float = STANDING_S
+    hang_s: float  # The least seconds of a stall, as the user has chosen; 0: there is none.
+    standing_s: float = STANDING_S  # The least seconds of standing steps.
+    # `step`: the newest step; `since`: the beginning of the wait for the next one.
     step: int = 0
     since: float = 0.0
-    first: int = 0
-    expected: bool = False
+    first: int = 0  # The first step of this generation that was seen; 0 before.
+    expected: bool = False  # Whether steps were expected at the last look, at `looked_at`.
     looked_at: float = 0.0
-    recent: tuple[float, ...] = ()
-    longest: float = 0.0
+    recent: tuple[float, ...] = ()  # Seconds of single steps, lately.
+    longest: float = 0.0  # The longest time between two steps, in seconds.
 
     @property
     def usual_s(self) -> float:
@@ -93,9 +76,7 @@ class StallDetector:
             # Until there is a second step, all the time since then counts as the time of a step.
             known = (sight.at - sight.ready_at,) if sight.ready_at else ()
             return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
-        if away:
-            return replace(pace, step=sight.step, since=now)
-        if not goes_on:
+        if away or not goes_on:
             return replace(pace, step=sight.step, since=now)
         if moved == 0:
             return pace
@@ -125,23 +106,15 @@ class StallDetector:
 
 @dataclass(frozen=True)
 class Stand:
-    """The closer looks at workers whose steps stand still.
+    """The closer looks at workers whose steps stand still."""
 
-    Attributes:
-        step: identifies the stand: the sum of all workers' steps.
-        times: the number of closer looks.
-        asks: when to ask the other nodes.
-    """
-
-    step: int = 0
-    times: int = 0
-    asks: tuple[float, ...] = ()
+    step: int = 0  # Identifies the stand: the sum of all workers' steps.
+    times: int = 0  # The number of closer looks.
+    asks: tuple[float, ...] = ()  # When to ask the other nodes.
 
     def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> Stand:
-        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on.
-
-        `ask_s`: from a look to each question to other nodes.
-        """
+        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on, and
+        `ask_s` after each look the other nodes are asked."""
         before = self if step == self.step else Stand(step)
         if now - at < bound_s * 2**before.times:
             return before
@@ -171,20 +144,13 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Idle:
-    """Workers that run on after others have ended.
+    """Workers that run on after others have ended."""
 
-    Attributes:
-        since: when the others ended.
-        cpu_s: the seconds of processor time that they had used at `idle_since`, and have hardly exceeded since.
-        said: they are to be reported.
-        over: they have done nothing for too long.
-    """
-
-    since: float
-    cpu_s: float
+    since: float  # When the others ended.
+    cpu_s: float  # The seconds of processor time that they had used at `idle_since`, and have hardly exceeded since.
     idle_since: float
-    said: bool = False
-    over: bool = False
+    said: bool = False  # They are to be reported.
+    over: bool = False  # They have done nothing for too long.
 
     def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
         """After a look at `now`, which saw `cpu_s`. `limit_s`: how long they may do nothing; 0: for ever."""

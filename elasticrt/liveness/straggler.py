@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from elasticrt.ipc.wording import slow_node
 from elasticrt.rendezvous.records import Member
 
+# The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer.
 RATIO = 1.5
 LEAST_S = 0.002
-"""The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer."""
-
+# The number of steps and looks after which a straggler is reported.
 STEPS_MIN, LOOKS_MIN = 20, 3
-"""The number of steps and looks after which a straggler is reported."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,10 @@ class Waits:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow node.
+    """A slow node."""
 
-    Attributes:
-        node: its name.
-        own_s: seconds of its own work in a step; `others_s`: the median of the others.
-    """
-
-    node: str
+    node: str  # Its name.
+    # `own_s`: seconds of its own work in a step; `others_s`: the median of the others.
     own_s: float
     others_s: float
 
@@ -53,20 +48,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of all ranks of a generation, over several looks.
+    """A comparison of all ranks of a generation, over several looks."""
 
-    Attributes:
-        totals: each rank's, at the last look.
-        found: the straggler of the last look; None without one.
-        looks: the number of looks in a row that found the same node; `since`: the step before the first of them.
-        step: the last step at the last look.
-    """
-
-    totals: Mapping[int, Waits] = field(default_factory=dict)
-    found: Straggler | None = None
+    totals: Mapping[int, Waits] = field(default_factory=dict)  # Each rank's, at the last look.
+    found: Straggler | None = None  # The straggler of the last look; None without one.
+    # `looks`: the number of looks in a row that found the same node; `since`: the step before the first of them.
     looks: int = 0
     since: int = 0
-    step: int = 0
+    step: int = 0  # The last step at the last look.
 
     def looked(self, totals: Mapping[int, Waits], step: int, step_s: float) -> Comparison:
         """The comparison after another look, with these totals by rank, at `step`. A step takes `step_s` seconds."""

@@ -25,17 +25,16 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
         return  # A wrapper around a loader, such as one that copies to the GPU. It has to keep order and number.
     for used in (loader.batch_sampler, loader.sampler):
         if isinstance(used, (ElasticBatchSampler, ElasticDistributedSampler)) and used is not sampler:
-            raise ConfigError(
-                explain("the loader's sampler is not the Loop's", "batches", remedy="Give it to Loop(sampler=...), too")
-            )
+            remedy = "Give it to Loop(sampler=...), too"
+            raise ConfigError("the loader's sampler is not the Loop's", "batches", remedy=remedy)
     if sampler is None:
         return
     argument = "batch_sampler" if isinstance(sampler, ElasticBatchSampler) else "sampler"
     if getattr(loader, argument) is not sampler:
         remedy = f"DataLoader({argument}=sampler)"
-        raise ConfigError(explain("the loader does not use the Loop's sampler", "batches", remedy=remedy))
+        raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
     if not getattr(loader, "in_order", True):
-        raise ConfigError(explain("batches out of order", "batches", got="in_order=False", expected="in_order=True"))
+        raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
 
 
 def check_resumable(
@@ -44,39 +43,28 @@ def check_resumable(
     """Refuse to go on in the middle of an epoch if the samples that are left are unknown. Raises CheckpointError."""
     iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if sampler is None and iterable and position.batches and saved_world_size != world_size:
-        raise CheckpointError(
-            explain(
-                "an IterableDataset can't be continued at another world size",
-                "batches",
-                got=f"{world_size} processes, in the middle of an epoch that {saved_world_size} began",
-                remedy="Resume with as many processes, or use a map-style dataset and ElasticBatchSampler",
-            )
-        )
+        got = f"{world_size} processes, in the middle of an epoch that {saved_world_size} began"
+        remedy = "Resume with as many processes, or use a map-style dataset and ElasticBatchSampler"
+        what = "an IterableDataset can't be continued at another world size"
+        raise CheckpointError(what, "batches", got=got, remedy=remedy)
 
 
 def samples_per_step(loader: object, world_size: int) -> int:
     """Samples in a global batch, for a sampler that doesn't know. Raises ConfigError if the loader doesn't either."""
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int):
-        remedy = "Use a DataLoader with batch_size, or ElasticBatchSampler"
-        raise ConfigError(
-            explain("how many samples are in a batch?", "batches", got=f"batch_size={size}", remedy=remedy)
-        )
+        what, remedy = "how many samples are in a batch?", "Use a DataLoader with batch_size, or ElasticBatchSampler"
+        raise ConfigError(what, "batches", got=f"batch_size={size}", remedy=remedy)
     return size * world_size
 
 
 def feed(
     loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
 ) -> Iterator[tuple[Any, BatchSlice]]:
-    """Each batch of `loader` with its slice of the global batch.
+    """Each batch of `loader` with its slice of the global batch; without a sampler it is a whole one.
 
-    Args:
-        loader: draws the batches.
-        sampler: knows the slices; without one each batch is a whole global batch.
-        skip: so many batches are drawn and dropped first.
-        beginning: entered while the loader begins its epoch and these batches are dropped.
-
-    Raises ConfigError when loader and sampler end at different times.
+    `beginning` is entered while the loader begins its epoch and the first `skip` batches are dropped. Raises
+    ConfigError when loader and sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
     with beginning:
@@ -87,9 +75,8 @@ def feed(
     for batch in drawn:
         share = WHOLE if shares is None else next(shares, None)
         if share is None:
-            raise ConfigError(
-                explain("the loader goes on after the sampler's end", "batches", expected="one batch each")
-            )
+            what = "the loader goes on after the sampler's end"
+            raise ConfigError(what, "batches", expected="one batch each")
         yield batch, share
     if shares is not None and next(shares, None) is not None:
-        raise ConfigError(explain("the loader ends before the sampler", "batches", expected="one batch each"))
+        raise ConfigError("the loader ends before the sampler", "batches", expected="one batch each")

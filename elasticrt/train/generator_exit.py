@@ -12,11 +12,10 @@ from __future__ import annotations
 import dis
 from types import FrameType
 
+# What lets go of an iterator and cannot raise: the end of `break` and `return`, a variable that gets a new value.
 _DROPS = ("POP_TOP", "POP_ITER", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL")
-"""What lets go of an iterator and cannot raise: the end of `break` and `return`, a variable that gets a new value."""
-
+# Where a generator of the user's stands while it is itself being closed: its own caller knows why.
 _CLOSING = ("YIELD_VALUE", "RESUME")
-"""Where a generator of the user's stands while it is itself being closed: its own caller knows why."""
 
 
 def on_purpose(frame: FrameType | None) -> bool:

@@ -18,8 +18,8 @@ _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
+# The first iterations of a new reducer, which take longer than usual.
 _WARM_UP = 4
-"""The first iterations of a new reducer, which take longer than usual."""
 
 
 class Scalars:
@@ -38,9 +38,8 @@ class Scalars:
         """Replace the numbers of these names. Raises TypeError for a value that is not one number."""
         for name, value in scalars.items():
             if not isinstance(value, (int, float, torch.Tensor)):
-                raise TypeError(
-                    explain(f"{name} is not a number", "report", got=value, expected="a number or a tensor")
-                )
+                what, expected = f"{name} is not a number", "a number or a tensor"
+                raise TypeError(explain(what, "report", got=value, expected=expected))
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise TypeError(explain(f"{name} is not one number", "report", got=f"shape {tuple(value.shape)}"))
             self._kept[name[:_NAME_MAX]] = value.detach() if isinstance(value, torch.Tensor) else value
@@ -56,11 +55,8 @@ class Scalars:
 
 
 class Waits:
-    """How long this rank waits for the gradients of others, by DDP's own timers, which measure one step in many.
-
-    Args:
-        objects: the Loop's objects; the DDP modules among them are read.
-    """
+    """How long this rank waits for the gradients of others, by the timers of the DDP modules among the Loop's objects,
+    which measure one step in many."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._layers: list[Any] = list(ddp_layers(objects))
@@ -83,12 +79,7 @@ class Waits:
 class Reporter:
     """Reports every step on the page, and in messages the first of the process, then at most four a second.
 
-    Args:
-        objects: the Loop's objects.
-        samples: counts the samples of the data set that the run has trained on.
-
-    Attributes:
-        scalars: the user's numbers.
+    `samples` counts the samples of the data set that the run has trained on.
     """
 
     def __init__(self, objects: Iterable[object], samples: Callable[[], int]) -> None:

@@ -12,44 +12,23 @@ from elasticrt.checkpoint.commits import run_of
 from elasticrt.checkpoint.memory_tier import MemoryTier
 from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train.training_state import TrainingState
 
 
 class Saving:
-    """The saves of one Loop.
-
-    Args:
-        state: what is saved.
-        directory: for checkpoints.
-        every: how often to save, as in `Loop`.
-        keep: how many checkpoints to keep.
-        memory: the share of the time for copies in memory, 0 to 1.
-
-    Attributes:
-        checkpointer: writes to the directory.
-        memory_tier: hands copies to the agent.
-        run: the run's steps and checkpoints over all of its directories, as far as this process knows them.
-
-    Raises TypeError, ValueError and ConfigError for arguments that can't be.
-    """
+    """The saves of one Loop. Raises TypeError, ValueError and ConfigError for arguments that can't be."""
 
     def __init__(
-        self,
-        state: TrainingState,
-        directory: str | os.PathLike[str],
-        *,
-        every: str,
-        keep: int,
-        memory: float,
+        self, state: TrainingState, directory: str | os.PathLike[str], *, every: str, keep: int, memory: float
     ) -> None:
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
-            raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
+            raise ConfigError("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
         worker = agent_client.worker_env()
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
-        self.run = run_of(worker)
+        self.run = run_of(worker)  # Steps and checkpoints over all of its directories, as far as is known here.
         self._every = SaveInterval.parse(every)
         self._state = state
         self._page = agent_client.status_page()

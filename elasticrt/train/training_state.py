@@ -11,7 +11,7 @@ from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
-from elasticrt.errors import CheckpointError, MisfitError, explain
+from elasticrt.errors import CheckpointError, MisfitError
 from elasticrt.train.batches import AnySampler
 
 
@@ -19,22 +19,10 @@ class TrainingState:
     """The state of one Loop.
 
     Args:
-        objects: as given to the Loop, by name.
-        sampler: the Loop's, or None.
-        seed: of the random numbers of each step, or None.
-        ledger: the directory of the ledger, or None.
+        objects: as given to the Loop, by name; `sampler`: the Loop's.
+        seed: of the random numbers of each step.
+        ledger: the directory of the ledger.
         shown: the checkpoint directory in the script's words, for errors.
-
-    Attributes:
-        objects: the script's objects by name, modules without their wrappers.
-        sampler: as given.
-        position: between which two steps the training stands.
-        numbers: the random numbers.
-        ledger: notes which samples each step trains.
-        vars: the user's own plain values.
-        accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
-        whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
-            step is half done.
 
     Raises TypeError and ConfigError for what can't be saved.
     """
@@ -47,14 +35,16 @@ class TrainingState:
         ledger: str | os.PathLike[str] | None,
         shown: str,
     ) -> None:
-        self.objects = stateful.checked(objects)
+        self.objects = stateful.checked(objects)  # The script's objects by name, modules without their wrappers.
         self.sampler = sampler
-        self.position = Position()
-        self.numbers = rng_state.RngState(seed)
-        self.ledger = Ledger(ledger, sampler)
-        self.vars: dict[str, Any] = {}
+        self.position = Position()  # Between which two steps the training stands.
+        self.numbers = rng_state.RngState(seed)  # The random numbers.
+        self.ledger = Ledger(ledger, sampler)  # Notes which samples each step trains.
+        self.vars: dict[str, Any] = {}  # The user's own plain values.
+        # Whether the objects have the state after the last step of `position`. False for a newcomer, and while a step
+        # is half done.
         self.whole = True
-        self.accumulates = False
+        self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
         self._shown = shown
 
     def about(self) -> dict[str, Any]:
@@ -78,9 +68,8 @@ class TrainingState:
         """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
         if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "gradients"} <= set(ours):
-            raise CheckpointError(
-                explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
-            )
+            got, remedy = sorted(map(str, data)), "Use another directory"
+            raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
         try:
             self._put_back(data, self._shown, shared=True)
         except CheckpointError as error:
@@ -93,18 +82,17 @@ class TrainingState:
         ours = data[stateful.OURS]
         try:
             self._put_back(data, "another rank's state", shared=False)
-            self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
+            self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
             remedy = "Start this node again with the run's script and arguments"
-            raise MisfitError(
-                explain("this node's script differs from the run's", "Loop", got=error, remedy=remedy)
-            ) from error
+            what = "this node's script differs from the run's"
+            raise MisfitError(what, "Loop", got=error, remedy=remedy) from error
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
         if (ours["sampler"] is None) != (self.sampler is None):
             had = "without" if ours["sampler"] is None else "with"
-            raise CheckpointError(explain("the sampler changed", where, got=f"a state {had} a sampler"))
+            raise CheckpointError("the sampler changed", where, got=f"a state {had} a sampler")
         stateful.put_back(self.objects, data, where, shared=shared)
         self._set_gradients(ours["gradients"])
         if self.sampler is not None:

@@ -15,8 +15,8 @@ from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
+# Objects that only an optimizer's step changes, and what belongs to it.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
-"""Objects that only an optimizer's step changes, and what belongs to it."""
 
 
 class Undo:
@@ -29,16 +29,7 @@ class Undo:
     noted as well: states of its own objects at once, parameters (an average of the weights) and large tensors of these
     objects once a step has changed them there. That step itself cannot be undone.
 
-    Args:
-        state: the Loop's.
-        seeded: random numbers follow from the step's number, so they need no note.
-
-    Attributes:
-        in_step: whether a step is open.
-        stepped: whether an optimizer has stepped in the present batch.
-        touched: whether one has begun to step in the present step, so that the state may be that of no step.
-        outside: the state of the position while the script runs code before or after the batches of an epoch, which is
-            run again at that position; None among the batches.
+    `seeded`: random numbers follow from the step's number, so they need no note.
     """
 
     def __init__(self, state: TrainingState, *, seeded: bool) -> None:
@@ -72,9 +63,12 @@ class Undo:
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
         self._communicates_late = False  # Whether steps of this script have collectives since then.
-        self.in_step = False
-        self.stepped = False
+        self.in_step = False  # Whether a step is open.
+        self.stepped = False  # Whether an optimizer has stepped in the present batch.
+        # Whether one has begun to step in the present step, so that the state may be that of no step.
         self.touched = False
+        # The state of the position while the script runs code before or after the batches of an epoch, which is run
+        # again at that position; None among the batches.
         self.outside: Note | None = None
 
     @property
@@ -116,26 +110,19 @@ class Undo:
 
     def _learn(self) -> None:
         """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
+        new = []
         if [each._version for each in self._watched] != self._versions:
             known = {id(each) for each in self._early_parameters}
             pairs = zip(self._watched, self._versions, strict=True)
             new = [each for each, version in pairs if each._version != version and id(each) not in known]
-            self._early_parameters += new
-            self._unknown = self._unknown or bool(new)
         large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
+        self._early_parameters += new
         self._early_objects |= large
-        self._unknown = self._unknown or bool(large)
+        self._unknown = self._unknown or bool(new or large)
 
     def _rates(self) -> list[dict[str, Any]]:
         """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
-        return [
-            {
-                name: each.clone() if isinstance(each, torch.Tensor) else each
-                for name, each in group.items()
-                if name != "params"
-            }
-            for group in self._groups()
-        ]
+        return [{name: _clone(each) for name, each in group.items() if name != "params"} for group in self._groups()]
 
     def note(self) -> None:
         """The step begins: note everything that it may change, but for parameters and optimizers."""
@@ -171,7 +158,10 @@ class Undo:
         """Go back to the beginning of the step. False: the state before its optimizer's step is not known."""
         if not self.touched:
             self._learn()
-        known = not self._unknown and (not self.touched or self._put_back_state())
+        known = not self._unknown and (not self.touched or self._state is not None)
+        if known and self._state is not None:
+            stateful.put_back(self._training.objects, self._state, "the beginning of the step")
+        self._state = None
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
@@ -195,13 +185,6 @@ class Undo:
             # It tells a fused optimizer its scale by these, and multiplies what it finds there with the next.
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
-
-    def _put_back_state(self) -> bool:
-        state, self._state = self._state, None
-        if state is None:
-            return False
-        stateful.put_back(self._training.objects, state, "the beginning of the step")
-        return True
 
     def leave_batches(self, *, known: bool) -> None:
         """Code outside of the batches follows. `known`: whether a restart at this position begins with it."""
@@ -240,5 +223,5 @@ class Undo:
         self._training.vars.update(values)
 
 
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.distributed.wrapping import ddp_layers
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 
 class _Divided(torch.autograd.Function):
@@ -34,6 +34,11 @@ class _Divided(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = gradients
         return (gradient / ctx.weight if ctx.weight else torch.zeros_like(gradient)), None
+
+
+def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+    # Zeros rather than a product: a borrowed sample must not count even when its gradient is infinite.
+    return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class Weighting:
@@ -61,17 +66,17 @@ class Weighting:
             what = "SyncBatchNorm can't be used with micro-batches"
             expected = "equally many forwards on all ranks, which SyncBatchNorm waits for"
             remedy = "Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)"
-            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+            raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
         if any(layer.static_graph for layer in self._parallel):
             # Torch fails if the first exchange of a static graph is left out.
             what = "DDP(static_graph=True) can't be used with micro-batches"
             expected = "a DDP module that can leave an exchange of gradients out"
             remedy = "Leave out static_graph or micro_batch_size"
-            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+            raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
         if world_size > 1 and not self._parallel:
             got = f"world size {world_size} and no DistributedDataParallel among Loop's objects"
             remedy = "Give Loop the wrapped model: Loop(..., model=DDP(net))"
-            raise ConfigError(explain("micro-batches need the DDP module", "batches", got=got, remedy=remedy))
+            raise ConfigError("micro-batches need the DDP module", "batches", got=got, remedy=remedy)
 
     def begin(self, share: BatchSlice) -> None:
         """From here on forward and backward belong to `share`."""
@@ -94,7 +99,8 @@ class Weighting:
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
             if parameter.requires_grad and id(parameter) not in weighted | self._handles.keys():
-                self._handles[id(parameter)] = self._hook(parameter)
+                handle: RemovableHandle = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
+                self._handles[id(parameter)] = handle
         if not self._norm_handles:
             for norm in self._norms:
                 self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))
@@ -112,15 +118,8 @@ class Weighting:
             handle.remove()
         self._handles, self._norm_handles = {}, []
 
-    def _hook(self, parameter: torch.Tensor) -> RemovableHandle:
-        handle: RemovableHandle = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
-        return handle
-
     def _scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        if self._factor == 1.0:
-            return None
-        # Zeros rather than a product: a borrowed sample must not count even when its gradient is infinite.
-        return gradient * self._factor if self._factor else torch.zeros_like(gradient)
+        return None if self._factor == 1.0 else _times(gradient, self._factor)
 
     def _before_norm(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._factor == 1.0:
@@ -130,9 +129,7 @@ class Weighting:
     def _after_norm(self, _: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
         if self._factor != 1.0 and output.requires_grad:
             factor = self._factor  # Of this forward, whenever its backward is.
-            output.register_hook(  # type: ignore[no-untyped-call]  # Torch's.
-                lambda gradient: gradient * factor if factor else torch.zeros_like(gradient)
-            )
+            output.register_hook(lambda gradient: _times(gradient, factor))  # type: ignore[no-untyped-call]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for each in self._objects:

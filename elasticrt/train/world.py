@@ -42,22 +42,7 @@ class Change:
 
 
 class World:
-    """The world of one Loop's process.
-
-    Args:
-        objects: as given to the Loop, by name.
-        state: what ranks of a new generation agree on.
-        saving: where this process saves.
-        undo: the open step.
-        reporter: reports to the agent.
-
-    Attributes:
-        in_place: how this process leaves a group and meets in the next.
-        size: processes in all.
-        resumed_size: the size of the world that began what is left of the epoch.
-        moves: how often this process has got another place.
-        on_change: called with each Change.
-    """
+    """The world of one Loop's process. `objects`: as given to the Loop, by name."""
 
     def __init__(
         self, objects: Mapping[str, Any], state: TrainingState, saving: Saving, undo: Undo, reporter: Reporter
@@ -71,8 +56,9 @@ class World:
         self.in_place = InPlace(
             objects.values(), self._give_up, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
+        # `size`: processes in all; `resumed_size`: in the world that began what is left of the epoch.
         self.size = self.resumed_size = 1
-        self.moves = 0
+        self.moves = 0  # How often this process has got another place.
         self.on_change: list[Callable[[Change], None]] = []
 
     def enter(self, *, fresh: bool) -> None:

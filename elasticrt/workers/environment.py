@@ -9,34 +9,30 @@ from elasticrt.ipc.env import WorkerEnv, inherited
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 
+# Variables that the user's environment overrides.
 DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # Lets torch use huge pages for large tensors on the host. After a change of the membership, gradients, buckets and
     # received states are new memory, and touching small pages takes several times as long as writing to them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Variables that the user's environment overrides."""
 
 
 def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:
-    """The environment that `workers` processes on one node and their parent share, made from the user's.
+    """The environment that `workers` processes on one node and their parent share, made from the user's `env`.
 
-    As under torchrun, each of several workers gets one thread, and an NCCL error ends its process, unless the user's
-    variables say otherwise. `fresh`: a new run does not resume from a directory.
+    `fresh`: a new run does not resume from a directory.
     """
-    result = {**({"ELASTICRT_FRESH": "1"} if fresh else {}), **DEFAULTS, **inherited(env)}
-    if workers > 1:
-        result.setdefault("OMP_NUM_THREADS", "1")
-    return result
+    # As under torchrun, each of several workers gets one thread, unless the user's variables say otherwise.
+    threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
+    return {**({"ELASTICRT_FRESH": "1"} if fresh else {}), **threads, **DEFAULTS, **inherited(env)}
 
 
 def worker_env(
     settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
 ) -> WorkerEnv:
-    """The environment of the worker with `local_rank`, in its node's `seat` in `generation`.
-
-    `place`: its number among the seat's workers, if some of them are missing.
-    """
+    """The environment of the worker with `local_rank` in `generation`, in its node's `seat`; `place`: its number there,
+    if some workers of it are missing."""
     return _env(
         settings,
         generation,
@@ -76,10 +72,8 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
 
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
-    """The environment of a worker that sets up beside `generation`: the ranks that it would get if it joined now.
-
-    `index` is its node's in that generation, or the next free one.
-    """
+    """The environment of a worker that sets up beside `generation`: the ranks that it would get if it joined now, with
+    its node's `index` there, or the next free one."""
     return _env(
         settings,
         generation,

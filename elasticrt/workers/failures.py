@@ -33,76 +33,59 @@ from elasticrt.workers.gpu_failures import gpu_cause
 _NAME_MAX_BYTES = 200
 _MESSAGE_MAX_BYTES = 600
 _LINE_MAX_BYTES = 400
+# The text of a report has room for these lines beside the rest. Of too many lines the last are kept.
 _LAST_LINES_MAX = 30
 _LAST_LINES_MAX_BYTES = 4000
-"""The text of a report has room for these lines beside the rest. Of too many lines the last are kept."""
 
 WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
 )
+# Errors that no restart can cure, by name, with the exit code of the run.
 _FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "DuplicateError": 7}
-"""Errors that no restart can cure, by name, with the exit code of the run."""
-
+# It ends in the same way again, but only on this node.
 _MISFIT = "MisfitError"
-"""It ends in the same way again, but only on this node."""
-
+# Before the first step these mean that the script, or what is installed, has to be changed.
 _CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
-"""Before the first step these mean that the script, or what is installed, has to be changed."""
-
+# Raised twice, they may still not come a third time, because another machine may have been away.
 _OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
-"""Raised twice, they may still not come a third time, because another machine may have been away."""
-
+# Errors of starting a program that is missing, or is none. Others may come of too few processes or files.
 _NOT_HERE = re.compile(
     rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
 )
-"""Errors of starting a program that is missing, or is none. Others may come of too few processes or files."""
 
+# torch's message of an error that another process or thread has raised, such as a loader's: the error comes last.
 _NESTED = re.compile(r"Caught \S+ (in .+?)\.?\nOriginal Traceback")
-"""torch's message of an error that another process or thread has raised, such as a loader's: the error comes last."""
-
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
+# A shell's exit codes for a program that cannot be executed, and for one that is missing.
 EXITS_OF_SHELLS = (126, 127)
-"""A shell's exit codes for a program that cannot be executed, and for one that is missing."""
-
+# The exit code of argparse, click and most programs for arguments that they do not understand.
 EXIT_USAGE = 2
-"""The exit code of argparse, click and most programs for arguments that they do not understand."""
 
 HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
-
+# Workers that do not reach each other in so many generations in a row, while their agents do, never will.
 UNMET_MAX = 2
-"""Workers that do not reach each other in so many generations in a row, while their agents do, never will."""
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What a worker has left that has ended, or that could not be started.
+    """What a worker has left that has ended, or that could not be started."""
 
-    Attributes:
-        code: exit code, or minus the signal number.
-        error_file: the content of torchelastic's error file, "" without one.
-        last_lines: the end of its error output; `log_path`: the file with all of it, "" when it is not kept.
-        step: the last global step that it is known to have finished.
-        stepped: whether it had made a step; None when that cannot be seen.
-        beats, loaded: as in `Failure`.
-        start_error: why it could not be started, "" if it was.
-        lost: why its parent ended, if that ended the worker as well.
-        oom: the kernel's count of processes killed for memory went up meanwhile.
-    """
-
-    code: int
-    error_file: str = ""
+    code: int  # Exit code, or minus the signal number.
+    error_file: str = ""  # The content of torchelastic's error file, "" without one.
+    # `last_lines`: the end of its error output; `log_path`: the file with all of it, "" when it is not kept.
     last_lines: Sequence[str] = ()
     log_path: str = ""
-    step: int | None = None
-    stepped: bool | None = None
+    step: int | None = None  # The last global step that it is known to have finished.
+    stepped: bool | None = None  # Whether it had made a step; None when that cannot be seen.
+    # `beats`, `loaded`: as in `Failure`.
     beats: int = 0
     loaded: int = 0
-    start_error: str = ""
-    lost: str = ""
-    oom: bool = False
+    start_error: str = ""  # Why it could not be started, "" if it was.
+    lost: str = ""  # Why its parent ended, if that ended the worker as well.
+    oom: bool = False  # The kernel's count of processes killed for memory went up meanwhile.
 
 
 @dataclass(frozen=True)
@@ -181,11 +164,9 @@ def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: Fina
 def _is_collateral(found: Raised, left: Remains) -> bool:
     if left.start_error:
         return False
-    return is_collateral(found.exception, found.message, found.callstack) if left.code > 0 else _aborted_by_peer(left)
-
-
-def _aborted_by_peer(left: Remains) -> bool:
-    """Whether a peer's end made this process abort: NCCL's watchdog throws in a thread of C++, where none can catch."""
+    if left.code > 0:
+        return is_collateral(found.exception, found.message, found.callstack)
+    # A peer's end makes a process abort: NCCL's watchdog throws in a thread of C++, where none can catch.
     text = "\n".join(left.last_lines)
     threw = "terminate called after throwing an instance of 'c10::Dist" in text
     return left.code == -signals.SIGABRT and threw and bool(PEER_IS_GONE.search(text))

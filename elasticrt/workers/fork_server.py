@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elasticrt import events
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
@@ -60,11 +60,7 @@ class WorkerParent:
             while they load, so these must be right already.
         directory: the workers' working directory.
         preload: modules to import in advance.
-        kind: what the command will be, as in `Command`.
-        target: the script or module, if known: the parent reads it.
-
-    Attributes:
-        pid: the process id of the parent.
+        kind, target: what the command will be, as in `Command`, and the script or module, if known: it is read.
 
     Raises OSError when the process cannot be started.
     """
@@ -157,12 +153,6 @@ class WorkerParent:
 
 def keeps_dying(node: str, reason: str) -> ConfigError:
     """The error for a worker parent on `node` that has died too often, the last time for this `reason`."""
-    return ConfigError(
-        explain(
-            "the process that starts workers keeps dying",
-            f"node {node}",
-            got=reason,
-            expected="that it can import torch and the modules of --preload",
-            remedy="Try --start-method spawn, and run `python -c 'import torch'` by hand",
-        )
-    )
+    what, expected = "the process that starts workers keeps dying", "that it can import torch and --preload's modules"
+    remedy = "Try --start-method spawn, and run `python -c 'import torch'` by hand"
+    return ConfigError(what, f"node {node}", got=reason, expected=expected, remedy=remedy)

@@ -12,24 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuCause:
-    """A cause.
+    """Why a GPU fails."""
 
-    Attributes:
-        name: a few words.
-        remedy: what to do about it.
-        words: a pattern of the words that name it, in any case.
-        suspect: whether the GPU may be bad, so that this node must be checked before it starts a worker again.
-    """
-
-    name: str
-    remedy: str
-    words: str = ""
+    name: str  # A few words.
+    remedy: str  # What to do about it.
+    words: str = ""  # A pattern of the words that name it, in any case.
+    # Whether the GPU may be bad, so that this node must be checked before it starts a worker again.
     suspect: bool = False
 
 
 _RESET = "Drain the node and reset the GPU (`nvidia-smi --gpu-reset`) or reboot; if it comes again, have it replaced"
 _DEBUG = "CUDA_LAUNCH_BLOCKING=1 shows the line, compute-sanitizer the access"
-
+# The first that matches counts: a GPU that is lost causes several of these messages.
 _CAUSES = (
     GpuCause(
         "the GPU has fallen off the bus",
@@ -119,7 +113,6 @@ _CAUSES = (
         suspect=True,
     ),
 )
-"""The first that matches counts: a GPU that is lost causes several of these messages."""
 
 _ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
 

@@ -27,17 +27,14 @@ from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, file_of
 from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerIO, WorkerState, oom_kills
 
+# A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started.
 EXIT_CANNOT_START = 126
-"""A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started."""
 
 
 class WorkerGroup:
     """All workers of this node. Used by the agent's thread; `reply` may be called from any.
 
-    Args:
-        sink: gets events, on the thread that reads.
-        logs: which output is kept and shown.
-        console: where output is shown.
+    `sink` gets events, on the thread that reads.
     """
 
     def __init__(
@@ -69,18 +66,15 @@ class WorkerGroup:
         directory: str | Path,
         state_fd: int = -1,
     ) -> None:
-        """Start the workers of `generation`, one for each of `envs`. Call it after `Warm`.
+        """Start the workers of `generation`, one for each of `envs`; 0: they set up beside the training. After `Warm`.
 
         Errors arrive as events: `WorkerEnded` with a failure, and at last `GroupEnded`. The error file and the logs
         are below `env.run_dir`.
 
         Args:
-            generation: its number; 0 for workers that set up beside the training.
-            envs: the ranks of each worker.
             command: what each runs, in `directory`.
             listen: the generation's listening socket when global rank 0 is here; it is closed on this side.
             base_env: from `workers.environment`.
-            directory: the working directory.
             state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
         """
         # Workers beside the training start as generation 0, time and again, and survivors outlive the generation they
@@ -166,10 +160,8 @@ class WorkerGroup:
 
         It may be in another generation since.
         """
-        worker = self._worker(local_rank, generation)
-        if worker is None:
-            moved = (each for each in self._workers if each.env.local_rank == local_rank and generation in each.left)
-            worker = next(moved, None)
+        moved = (each for each in self._workers if each.env.local_rank == local_rank and generation in each.left)
+        worker = self._worker(local_rank, generation) or next(moved, None)
         if worker is not None:
             worker.tell(message)
 
@@ -236,12 +228,13 @@ class WorkerGroup:
         self._sink(GroupEnded(envs[0].generation))
 
     def _signal(self, generation: int, number: int, local_ranks: Sequence[int], *, stops: bool) -> None:
-        wanted = [each for each in self._of(generation) if not each.gone]
-        wanted = [each for each in wanted if not local_ranks or each.env.local_rank in local_ranks]
-        for worker in wanted:
-            worker.stopping |= stops
-        for start in {each.start for each in wanted}:
-            ranks = [each.env.local_rank for each in wanted if each.start == start]
+        by_start: dict[int, list[int]] = {}
+        for worker in self._of(generation):
+            local_rank = worker.env.local_rank
+            if not worker.gone and (not local_ranks or local_rank in local_ranks):
+                worker.stopping |= stops
+                by_start.setdefault(worker.start, []).append(local_rank)
+        for start, ranks in by_start.items():
             with contextlib.suppress(ChannelClosed):  # The workers have ended with their parent.
                 self._parent.send(Signal(start, number, ranks))
 

@@ -14,38 +14,30 @@ from elasticrt.workers.failures import of_node
 
 @dataclass(frozen=True)
 class GroupState:
-    """The workers of one generation on one node.
+    """The workers of one generation on one node."""
 
-    Attributes:
-        number: the generation's; 0 before the first.
-        generation: what the workers run, in `seat`; None before the first, and after they were killed.
-        running: whether some processes have not ended.
-        seated: local ranks whose processes run.
-        ranks: global ranks by local rank; `pids`: process ids by global rank, of workers that have started.
-        seated_ns: when workers that went on in place got their seats (CLOCK_MONOTONIC, ns).
-        well: global ranks that ended with code 0; `failures`: those of the others, in the order of time.
-        failed_at: when the first one failed (seconds of the monotonic clock); None while none has, and for a generation
-            that has been replaced.
-        unmet: in how many generations in a row, up to this one, workers here could not reach the others.
-        holding: the create revision of the handover that they hold for, 0 for none; `entered`: the furthest step that
-            one of them had begun then.
-        going: the step after which they leave, 0 for none; `handed`: local ranks that have left.
-    """
-
-    number: int = 0
+    number: int = 0  # The generation's; 0 before the first.
+    # What the workers run, in `seat`; None before the first, and after they were killed.
     generation: Generation | None = None
     seat: Seat | None = None
-    running: bool = False
-    seated: frozenset[int] = frozenset()
+    running: bool = False  # Whether some processes have not ended.
+    seated: frozenset[int] = frozenset()  # Local ranks whose processes run.
+    # `ranks`: global ranks by local rank; `pids`: process ids by global rank, of workers that have started.
     ranks: Mapping[int, int] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
-    seated_ns: int = 0
+    seated_ns: int = 0  # When workers that went on in place got their seats (CLOCK_MONOTONIC, ns).
+    # `well`: global ranks that ended with code 0; `failures`: those of the others, in the order of time.
     well: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
+    # When the first one failed (seconds of the monotonic clock); None while none has, and for a generation that has
+    # been replaced.
     failed_at: float | None = None
-    unmet: int = 0
+    unmet: int = 0  # In how many generations in a row, up to this one, workers here could not reach the others.
+    # `holding`: the create revision of the handover that they hold for, 0 for none; `entered`: the furthest step that
+    # one of them had begun then.
     holding: int = 0
     entered: int = 0
+    # `going`: the step after which they leave, 0 for none; `handed`: local ranks that have left.
     going: int = 0
     handed: frozenset[int] = frozenset()
 
@@ -88,16 +80,15 @@ class GroupState:
     def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:
         """The report to the other nodes; None as long as no worker has ended or holds.
 
-        After a failure it does not change: the node's other workers are killed, so their exit codes say nothing.
-
         Args:
             kept: the newest copy of the state in this node's memory.
             ready: how many workers can go on in the next generation; `has_state`: whether one of them has the state.
         """
         if self.generation is None or self.seat is None:
             return None
-        seat, number = self.seat, self.number
-        where: dict[str, Any] = {"generation": number, "node": seat.node, "incarnation": seat.incarnation}
+        seat = self.seat
+        where: dict[str, Any] = {"generation": self.number, "node": seat.node, "incarnation": seat.incarnation}
+        # A failure stays: the node's other workers are killed, so their exit codes say nothing.
         if self.failures:
             ended = [f"rank {rank} on {seat.node}" for rank in self.well]
             failure = of_node(self.failures, ended, unmet=self.unmet)

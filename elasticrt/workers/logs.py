@@ -26,25 +26,20 @@ _LOG = logging.getLogger(__name__)
 
 TAIL_LINES_MAX = 60
 TAIL_MAX_BYTES = 16 * 1024
+# A longer line is passed on in pieces, between which other workers' output may come.
 LINE_MAX_BYTES = 64 * 1024
-"""A longer line is passed on in pieces, between which other workers' output may come."""
 
 _CONSOLE_WAIT_S = 10.0
 
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
-    """The file of the worker of `rank`, on `node`, in `generation`, below the run's `directory`.
-
-    `kind`: its logs ("out", "err"), its error file ("error.json"), its stacks ("stacks").
-    """
+    """A file of a worker below the run's `directory`, by `kind`: "out" and "err" (its logs), "error.json", "stacks"."""
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
 def newest_generation(directory: str | Path) -> int:
-    """The highest generation that has logs in a run's directory, 0 for none.
-
-    An embedded etcd forgets its run's generations. Their numbers must not be used again: the logs would be mixed.
-    """
+    """The highest generation that has logs in a run's directory, 0 for none."""
+    # An embedded etcd forgets its run's generations. Their numbers must not be used again: the logs would be mixed.
     try:
         names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
     except OSError:
@@ -68,15 +63,13 @@ class WorkerConsole:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
 
     def write(self, line: Line, stream: str, prefix: bytes, count: int) -> None:
-        """Write the first `count` bytes of `line`, with `prefix`, as far as they are not there already.
-
-        What another writer has ended in between is written again, so that the line is whole.
-        """
+        """Write the first `count` bytes of `line`, with `prefix`, as far as they are not there already."""
         if stream not in self._fds:
             return
         try:
             text = bytes(line.text[:count])
             with std_streams.turn(self._fds[stream], text, line) as (goes_on, end):
+                # What another writer has ended in between is written again, so that the line is whole.
                 text = text[line.shown :] if goes_on else text
                 lines = text.splitlines(keepends=True) if prefix else [text]
                 self._write(self._fds[stream], end + (b"" if goes_on else prefix) + prefix.join(lines))
@@ -138,7 +131,7 @@ class Output:
         self._lines = {OUT: Line(), ERR: Line()}
         self._tail = bytearray()
         self._files: dict[str, _File] = {}
-        self._last_path = ""
+        self._last_path = ""  # Of the seat before.
         self.seat(worker)
 
     def seat(self, worker: WorkerEnv) -> None:
@@ -196,11 +189,8 @@ class Output:
 
     def tail(self) -> list[str]:
         """The last lines of the error output, for a report."""
-        text = self._tail.decode(errors="replace")
-        lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
-        if lines and not lines[-1]:
-            lines.pop()
-        return lines[-TAIL_LINES_MAX:]
+        text = self._tail.decode(errors="replace").replace("\r\n", "\n").removesuffix("\n")
+        return [line.rpartition("\r")[2] for line in text.split("\n")][-TAIL_LINES_MAX:] if text else []
 
     def close(self) -> None:
         """Show what is left, and close the files."""

@@ -17,11 +17,7 @@ COPIES_MAX = 2
 
 
 class SnapshotCache:
-    """Used by the agent's thread. `close` closes a file descriptor.
-
-    Attributes:
-        kept: the copy that the running generation resumed from, or another one of the same step.
-    """
+    """Used by the agent's thread. `kept` is the copy that the running generation resumed from, or one of that step."""
 
     def __init__(self, close: Callable[[int], None] = os.close) -> None:
         self._close_file = close

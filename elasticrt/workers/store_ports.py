@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import socket
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at a free port of `address`, an IP address of this machine. Raises ConfigError.
-
-    `backlog`: how many connections may wait.
-    """
+    """A socket that listens at a free port of `address`, an IP address of this machine. Raises ConfigError."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=backlog)
     except OSError as error:
-        raise ConfigError(
-            explain(
-                "this node can't listen at its address",
-                "--local-addr",
-                got=f"{address}: {str(error.strerror or error).partition(' (while ')[0]}",
-                expected="a free port at an address of this machine",
-                remedy="Give this machine's own address, as the other nodes reach it",
-            )
-        ) from error
+        got = f"{address}: {str(error.strerror or error).partition(' (while ')[0]}"
+        expected = "a free port at an address of this machine"
+        remedy = "Give this machine's own address, as the other nodes reach it"
+        what = "this node can't listen at its address"
+        raise ConfigError(what, "--local-addr", got=got, expected=expected, remedy=remedy) from error
 
 
 class StorePorts:

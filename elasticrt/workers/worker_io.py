@@ -105,32 +105,23 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(eq=False)
 class WorkerState:
-    """One worker, as the group and its thread share it.
+    """One worker, as the group and its thread share it."""
 
-    Attributes:
-        start: the number of the start that it was a part of, as its parent knows it.
-        env: its ranks, in the generation that it is in now.
-        left: the generations that it was in before.
-        pid: 0 until it has been started.
-        ended: its `WorkerEnded` was sent; `gone`: its process has ended.
-        stopping: the agent has told it to end.
-        read_at: when its output was last read (seconds of the monotonic clock).
-        oom_kills: the count of processes killed for memory when it was started.
-    """
-
-    start: int
+    start: int  # The number of the start that it was a part of, as its parent knows it.
+    # `env`: its ranks in its present generation; `left`: the generations that it was in before.
     env: WorkerEnv
     output: Output
     channel: Channel
     page: StatusPage
     pipes: dict[str, int]
-    oom_kills: int = 0
+    oom_kills: int = 0  # The count of processes killed for memory when it was started.
     left: set[int] = field(default_factory=set)
-    pid: int = 0
+    pid: int = 0  # 0 until it has been started.
+    # `ended`: its `WorkerEnded` was sent; `gone`: its process has ended; `stopping`: the agent has told it to.
     ended: bool = False
     gone: bool = False
     stopping: bool = False
-    read_at: float = 0.0
+    read_at: float = 0.0  # When its output was last read (seconds of the monotonic clock).
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
@@ -141,17 +132,13 @@ class WorkerState:
 
 
 class WorkerIO:
-    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue.
-
-    Attributes:
-        seating: held while a worker gets another generation, and while its end is reported.
-    """
+    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue."""
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
         self._sink = sink
         self._workers: list[WorkerState] = []  # Those that are not gone.
         self._flushing = False  # Whether `_flush` is due.
-        self.seating = threading.Lock()
+        self.seating = threading.Lock()  # Held while a worker gets another generation, and while its end is reported.
         self._thread = SelectorThread("elasticrt-group", self._end)
 
     def follow(self, parent: WorkerParent) -> None:
@@ -160,11 +147,26 @@ class WorkerIO:
 
     def add(self, workers: Sequence[WorkerState]) -> None:
         """Listen to workers, before they are started."""
-        self._thread.call(partial(self._add, workers))
+
+        def add() -> None:
+            self._workers += workers
+            for worker in workers:
+                for stream, fd in worker.pipes.items():
+                    self._thread.watch(fd, READ, partial(self._read_pipe, worker, stream, _READ_BYTES))
+                self._thread.watch(worker.channel, READ, partial(self._read_channel, worker))
+
+        self._thread.call(add)
 
     def seat(self, worker: WorkerState) -> None:
         """What this worker prints from now on is that of its new rank and generation."""
-        self._thread.call(partial(self._seat, worker, worker.env))
+        env = worker.env
+
+        def seat() -> None:
+            if worker in self._workers:
+                self._read_rest(worker)  # What it has printed so far is that of its old rank.
+                worker.output.seat(env)
+
+        self._thread.call(seat)
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
         """These workers have ended with their parent, for this `reason`."""
@@ -177,20 +179,6 @@ class WorkerIO:
     def _end(self) -> None:
         for worker in list(self._workers):
             self._forget(worker)
-
-    def _add(self, workers: Sequence[WorkerState]) -> None:
-        self._workers += workers
-        for worker in workers:
-            for stream, fd in worker.pipes.items():
-                self._thread.watch(fd, READ, partial(self._read_pipe, worker, stream, _READ_BYTES))
-            self._thread.watch(worker.channel, READ, partial(self._read_channel, worker))
-
-    def _seat(self, worker: WorkerState, env: WorkerEnv) -> None:
-        if worker not in self._workers:
-            return
-        for stream in (OUT, ERR):  # What it has printed so far is that of its old rank.
-            self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
-        worker.output.seat(env)
 
     def _read_parent(self, parent: WorkerParent) -> None:
         for event in parent.receive():
@@ -235,23 +223,21 @@ class WorkerIO:
                 return
             worker.output.write(stream, data)
             worker.read_at = time.monotonic()
-            if worker.output.unfinished:
-                self._flush_later()
             max_bytes -= len(data)
-
-    def _flush_later(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            self._thread.after(_FLUSH_AFTER_S, self._flush)
+            if worker.output.unfinished and not self._flushing:
+                self._flushing = True
+                self._thread.after(_FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
         """Show unfinished lines to which nothing was added for a while: prompts, dots of progress."""
-        self._flushing, quiet_since = False, time.monotonic() - _FLUSH_AFTER_S
-        for worker in [each for each in self._workers if each.output.unfinished]:
+        quiet_since = time.monotonic() - _FLUSH_AFTER_S
+        unfinished = [each for each in self._workers if each.output.unfinished]
+        for worker in unfinished:
             if worker.read_at <= quiet_since:
                 worker.output.flush()
-            else:
-                self._flush_later()
+        self._flushing = any(each.read_at > quiet_since for each in unfinished)
+        if self._flushing:
+            self._thread.after(_FLUSH_AFTER_S, self._flush)
 
     def _read_channel(self, worker: WorkerState) -> None:
         try:
@@ -283,13 +269,12 @@ class WorkerIO:
                 self._ended(worker, os.waitstatus_to_exitcode(process.leaving))
 
     def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
-        wanted = 1 if isinstance(message, Copied) else 0
-        for fd in fds[wanted:]:
-            os.close(fd)
+        fd = fds.pop(0) if fds and isinstance(message, Copied) else -1
+        for other in fds:
+            os.close(other)
         if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         env = worker.env
-        fd = fds[0] if fds and wanted else -1
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
             self._ended(worker, message.code)

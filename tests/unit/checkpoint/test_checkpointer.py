@@ -600,7 +600,7 @@ def test_a_stale_process_tidies_nothing_up(tmp_path, monkeypatch):
         for step, nonce, parent in ((4, "f" * 16, head.nonce), (5, "e" * 16, "f" * 16)):
             stem = f"step-{step}-g6-{nonce}"
             commit = replace(head, step=step, generation=6, nonce=nonce, parent=parent, file=f"{stem}.pt", serial=step)
-            newer.write(stem, Snapshot(state(step)).write_to, lambda *_, commit=commit: Manifest(commit, "", 1))
+            newer.write(Manifest(commit, "", 1), Snapshot(state(step)).write_to)
         saver.save(state(4), step=4)
         assert saver.wait()
     assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 4, 5]

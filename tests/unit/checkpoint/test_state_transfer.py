@@ -399,13 +399,14 @@ def test_parcels_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _with_a_flipped_bit_in_the_group(meeting: Meeting) -> Any:
     if meeting.rank == 0:
-        real = group_line._unpack
+        real = GroupLine._move
 
-        def unpack(stage: torch.Tensor, parcel: Any) -> None:
-            stage[5] ^= 16
-            real(stage, parcel)
+        def move(line: GroupLine, into: torch.Tensor | None, filled: torch.Tensor | None) -> None:
+            real(line, into, filled)
+            if into is not None:
+                into[5] ^= 16
 
-        group_line._unpack = unpack
+        GroupLine._move = move  # type: ignore[method-assign]
     return _with_its_own(meeting)
 
 
@@ -422,16 +423,16 @@ def test_a_bit_that_the_group_flips_is_refused() -> None:
 
 def _sender_of_the_group_is_lost(meeting: Meeting) -> Any:
     if meeting.rank == 1:
-        real = group_line._pack
-        packed: list[int] = []
+        real = GroupLine._move
+        moved: list[int] = []
 
-        def pack(*args: Any) -> None:
-            packed.append(1)
-            if len(packed) == 10:
+        def move(*args: Any) -> None:
+            moved.append(1)
+            if len(moved) == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
             real(*args)
 
-        group_line._pack = pack
+        GroupLine._move = move  # type: ignore[method-assign]
         return share(Standing(8, True), meeting, lambda: _state(2), lambda: None)
     own, called = _state(0), []
     with pytest.raises(RuntimeError):
