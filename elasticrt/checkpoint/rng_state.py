@@ -15,7 +15,8 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Collection, Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -100,12 +101,17 @@ def capture() -> dict[str, Any]:
     """
     state = note()
     version, words, gauss = state["python"]
-    state["python"] = (version, torch.tensor(words), gauss)
+    state["python"] = (version, _in_tensor(words), gauss)
     if "numpy" in state:
         state["numpy"] = _with_lists(state["numpy"])
         if state["numpy"]["bit_generator"] == "MT19937":  # The words of others are few, and may have 64 bits or more.
-            state["numpy"]["state"]["key"] = torch.tensor(state["numpy"]["state"]["key"])
+            state["numpy"]["state"]["key"] = _in_tensor(state["numpy"]["state"]["key"])
     return state
+
+
+def _in_tensor(words: Sequence[int]) -> torch.Tensor:
+    """What `torch.tensor` makes of them, in a tenth of the time."""
+    return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
 def note() -> dict[str, Any]:
