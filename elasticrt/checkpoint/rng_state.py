@@ -15,7 +15,8 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Collection, Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,15 +79,28 @@ class RngState:
 
 
 def capture() -> dict[str, Any]:
-    """The states of all generators in use, as plain values: python's, torch's, numpy's, the current GPU's."""
+    """The states of all generators in use: python's, torch's, numpy's, the current GPU's.
+
+    Plain values, but for the 625 words of python's and the 624 of numpy's generator: torch reads a tensor at once, and
+    takes 4 us for each plain number. A newcomer reads them while all others wait for it.
+    """
     state = note()
+    version, words, gauss = state["python"]
+    state["python"] = (version, _in_tensor(words), gauss)
     if "numpy" in state:
-        state["numpy"] = _without_arrays(state["numpy"])
+        state["numpy"] = _with_lists(state["numpy"])
+        if state["numpy"]["bit_generator"] == "MT19937":  # The words of others are few, and may have 64 bits or more.
+            state["numpy"]["state"]["key"] = _in_tensor(state["numpy"]["state"]["key"])
     return state
 
 
+def _in_tensor(words: Sequence[int]) -> torch.Tensor:
+    """What `torch.tensor` makes of them, in a tenth of the time."""
+    return torch.frombuffer(array("q", words), dtype=torch.int64)
+
+
 def note() -> dict[str, Any]:
-    """The same with numpy's arrays, in a third of the time: done at each step, for `restore` and not for a file."""
+    """The same as the generators give it, in a third of the time: done at each step, for `restore`, not for a file."""
     state: dict[str, Any] = {"python": random.getstate()}
     state["torch"], state["seed"] = torch.default_generator.get_state(), torch.initial_seed()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -126,7 +140,8 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
     Raises CheckpointError when the script has set another of numpy's generators than the saved one.
     """
     if "python" in kinds:
-        random.setstate(state["python"])
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(_with_lists(words)), gauss))
     if "torch" in kinds:
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
@@ -134,7 +149,7 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
     if "numpy" not in kinds or "numpy" not in state or "numpy" not in sys.modules:
         return
     try:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+        sys.modules["numpy"].random.set_state(_with_lists(state["numpy"]))
     except (ValueError, TypeError) as error:
         what, expected = "numpy's generator is not the one that was saved", state["numpy"]["bit_generator"]
         remedy = "Call numpy.random.set_bit_generator before the Loop as when it was saved"
@@ -159,17 +174,16 @@ def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:
             sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "big"))
 
 
-def _without_arrays(value: Any) -> Any:
-    """A state of numpy's with lists for its arrays."""
+def _with_lists(value: Any) -> Any:
+    """A state with lists for its tensors and numpy's arrays."""
     if isinstance(value, dict):
-        return {key: _without_arrays(each) for key, each in value.items()}
+        return {key: _with_lists(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _fingerprints() -> list[int]:
     """64 bits of each generator's state, 0 for one that is not in use: equal on two ranks that will draw alike."""
-    state = capture()
-    state["torch"] = state["torch"].tolist()
+    state = _with_lists(note())
     texts = [repr(state[kind]) if kind in state else "" for kind in KINDS]
     heads = [hashlib.sha256(text.encode()).digest()[:8] if text else b"" for text in texts]
     return [int.from_bytes(head, "big", signed=True) for head in heads]

@@ -115,7 +115,7 @@ class GroupStoreServer:
             connection.sendall(_line(values.pop(question["key"], None) is not None))
         elif op == "set":
             values[question["key"]] = question["value"]
-            connection.sendall(_line(None))
+            client.waits_for = question["keys"]  # None are there at once.
             self._tell_all()
         elif op == "add":
             values[question["key"]] = str(int(values.get(question["key"], 0)) + question["amount"])
@@ -164,7 +164,13 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
-        self._ask(op="set", key=key, value=value if isinstance(value, str) else bytes(value).decode("latin-1"))
+        self.exchange(key, value, [])
+
+    def exchange(self, key: str, value: str | bytes, keys: Sequence[str]) -> list[bytes]:
+        """Store a value, and get those of several keys once all of them are there, by one question."""
+        text = value if isinstance(value, str) else bytes(value).decode("latin-1")
+        values = self._ask(op="set", key=key, value=text, keys=list(keys))
+        return [str(each).encode("latin-1") for each in values]
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it is there."""

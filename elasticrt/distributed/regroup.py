@@ -352,8 +352,8 @@ class Meeting:
 
     def gather(self, name: str, value: str) -> list[str]:
         """The values of all ranks under a name, by rank. A name is used once. Collective."""
-        self.store.set(f"{name}/{self.rank}", value)
-        return [each.decode() for each in self.store.get_all([f"{name}/{rank}" for rank in range(self.world_size)])]
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        return [each.decode() for each in self.store.exchange(keys[self.rank], value, keys)]
 
 
 def meet(

@@ -57,6 +57,21 @@ def test_keys_and_values(port: int) -> None:
     assert not one.delete_key("key")
 
 
+def test_ranks_exchange_values_by_one_question_each(port: int) -> None:
+    """Each stores its own, and gets those of all as soon as the last has come."""
+    clients, asked = [_client(port) for _ in range(3)], []
+    keys = [f"x/{rank}" for rank in range(3)]
+
+    def exchange(rank: int) -> list[bytes]:
+        send = clients[rank]._ask
+        clients[rank]._ask = lambda **question: (asked.append(rank), send(**question))[1]  # type: ignore[method-assign]
+        return clients[rank].exchange(keys[rank], bytes([rank, 255]), keys)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(exchange, range(3))) == [[b"\x00\xff", b"\x01\xff", b"\x02\xff"]] * 3
+    assert sorted(asked) == [0, 1, 2]
+
+
 def test_torch_uses_it(port: int) -> None:
     """Behind torch's prefix, as a process group asks for it."""
     client = _client(port)  # Torch does not keep it.
@@ -141,7 +156,8 @@ def test_a_slow_client_delays_nobody(port: int) -> None:
     """A question that comes byte by byte is answered when it is whole; others are answered between two bytes."""
     client = _client(port)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
-        for byte in _line({"op": "hello", "nonce": NONCE}) + _line({"op": "set", "key": "slow", "value": "x"}):
+        question = {"op": "set", "key": "slow", "value": "x", "keys": []}
+        for byte in _line({"op": "hello", "nonce": NONCE}) + _line(question):
             slow.sendall(bytes([byte]))
             client.add("others", 1)
         assert client.get("slow") == b"x"
