@@ -148,7 +148,8 @@ class Supervisor:
             me,
             record=me.record.model_copy(update=changed) if changed else me.record,
             started=self._newest,
-            running=state.number if state.running else 0,
+            # Workers that have failed count no more, also while the kernel still takes them apart.
+            running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
             seated=state.number if seated else 0,
             report=state.report(kept=kept, ready=ready, has_state=has_state) if seated else None,
             failed_at=state.failed_at,

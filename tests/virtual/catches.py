@@ -152,7 +152,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "too few are left, and one of them hangs before it has the state",
     ),
     "who does not come back from the cut is waited for": ("L1", "a survivor does not come back from the cut"),
-    "a node none of whose workers came along runs them": ("L4", "all workers of the node that leads are killed"),
+    "a node none of whose workers came along runs them": (
+        "L1",
+        "the last worker of the node that leads is killed before it gets its seat, and then all others",
+    ),
     "one lost worker ends all of its node": ("L9", "the run ends while a replacement sets up"),
     "places of a node are counted by local rank": ("S3", "the run ends while a replacement sets up"),
     "a stopped worker is waited for": ("L1", "a signal stops a worker whose agent lives"),

@@ -182,7 +182,10 @@ class Worker:
             failure = failure_of(env, Remains(code))
         self.emit(WorkerEnded(env.generation, env.rank, env.local_rank, 1, code, failure))
         if all(each.told or each.generation != env.generation for each in self.owner.workers):
-            self.emit(GroupEnded(env.generation))
+            if self.sim.plan.reap_s:
+                self.sim.engine.after(self.sim.plan.reap_s, self.emit, GroupEnded(env.generation))
+            else:
+                self.emit(GroupEnded(env.generation))
 
     def fail(
         self,

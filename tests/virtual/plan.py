@@ -75,7 +75,8 @@ class Plan:
     into memory about so often (0: never). `own_disks`: checkpoints are on the disk of the node that wrote them.
     `in_place`: the script has `with loop.step()`, so that its workers can go on in place; who joins then sets up beside
     the training, for `setup_s` at most, and fails there with a share of `setup_fails`; `share_s`: how long it takes to
-    get the state of another rank, at most. `kill_s`: how long workers take to be gone when they are killed. `hangs`:
+    get the state of another rank, at most. `kill_s`: how long workers take to be gone when they are killed. `reap_s`:
+    how long the kernel takes apart a process of which the agent knows already that it has ended. `hangs`:
     the share of workers that hang instead of failing when a peer has gone. `ends_after`: the script ends after so many
     steps, faults or not (0: when faults have stopped). `build_s`: how long a preparation takes at most. `others`: the
     options of nodes, or of single lives (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a
@@ -105,6 +106,7 @@ class Plan:
     setup_s: float = 1.0
     setup_fails: float = 0.0
     share_s: float = 0.05
+    reap_s: float = 0.0
     loops: bool = False
     hangs: float = 0.0
     ends_after: int = 0

@@ -15,6 +15,9 @@ from elasticrt.rendezvous.records import HandoverRecord, Report
 from elasticrt.rendezvous.view import Stored, apply_range
 from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryStore
+from tests.virtual.plan import Fault
+from tests.virtual.simulator import simulate
+from tests.virtual.story import story
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
 FAILURE = Failure(rank=1, code=-9, collateral=False, summary="killed by SIGKILL")
@@ -215,3 +218,10 @@ def test_a_key_that_is_newer_than_a_report_counts() -> None:
     assert as_reported(newer, entry).record.has_state
     older = replace(view, filed={"n1": replace(filed, mod_revision=entry.mod_revision - 1)})
     assert not as_reported(older, entry).record.has_state
+
+
+@pytest.mark.parametrize("node", ["n0", "n1"])
+def test_a_node_whose_workers_have_failed_keeps_its_life_while_the_kernel_takes_them_apart(node: str) -> None:
+    """L7: a GPU's memory is given back late: the others agree, the node waits for its seat in the same life."""
+    plan = story("reaped late", 3, Fault(6.0, "worker_killed", node), in_place=True, loops=True, reap_s=0.3)
+    assert "Rejoin" not in simulate(plan).log
