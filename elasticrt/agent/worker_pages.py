@@ -78,10 +78,9 @@ class WorkerPages:
             begun = [page.init_at_ns for page in pages if page.restored_at_ns <= page.init_at_ns]
         else:
             begun = [page.init_at_ns for page in pages if not page.step_at_ns]
-        waited_s = now - min((at for at in begun if at >= max(1, state.seated_ns)), default=math.inf) / 1e9
-        if waited_s < STANDING_IN_PLACE_S:
-            return None
-        return now - waited_s + STANDING_IN_PLACE_S * 2.0 ** int(math.log2(waited_s / STANDING_IN_PLACE_S))
+        at = min((at for at in begun if at >= max(1, state.seated_ns)), default=math.inf) / 1e9
+        times = (now - at) / STANDING_IN_PLACE_S
+        return at + STANDING_IN_PLACE_S * 2.0 ** int(math.log2(times)) if times >= 1 else None
 
     def step_of(self, local_rank: int, generation: int) -> int:
         """The last step that a worker has finished in `generation`; 0 for none."""

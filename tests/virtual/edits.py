@@ -74,6 +74,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_VIEW, "_known_until", "covers(range_, key)", "False"),
         (_VIEW, "_known_until", "view.wrote.get(key, 0)", "0"),
         (_VIEW, "_entry", "old.mod_revision >= value.mod_revision", "False"),
+        (_HANDLER, "Replica.complete", "if not found.keys and", "if False and"),  # Else an old generation is seen to be.
     ),
     "a key made anew keeps its seniority": ((_VIEW, "_member", "oldest = None if again and view.oldest == node else view.oldest", "oldest = view.oldest"),),
     "a seat from the last generation's roster": ((_VIEW, "View.roster_known", "self.generation is None or self.roster_nonce == self.generation.record.nonce", "True"),),
@@ -167,7 +168,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "below min-nodes survivors that drain are left out": ((_LED, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
     "who dies before all have met is found by its lease": (
-        (_A + "worker_pages", "WorkerPages.unmet_since", "if waited_s < STANDING_IN_PLACE_S:", "if True:"),
+        (_A + "worker_pages", "WorkerPages.unmet_since", "if times >= 1 else None", "if False else None"),
     ),
     "who hangs before it has the state is waited for": ((_LED, "too_few", "+ SEATED_S_MAX", "+ spec.join_timeout_s"),),
     "who does not come back from the cut is waited for": (
