@@ -217,8 +217,8 @@ class Checkpointer:
         return 0 if self._head.worker is None else self._head.worker.generation
 
     def _missed(self, kind: type[Exception], step: int, generation: int, why: str | Exception) -> None:
-        agent = agent_client.agent_link()
-        if agent is not None and not str(why).endswith(OVER):
+        agent, over = agent_client.agent_link(), str(why).endswith(OVER)
+        if agent is not None and not over:
             agent.say(Unsaved(step, cut(str(why), UNSAVED_MAX_BYTES)))
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
@@ -228,7 +228,9 @@ class Checkpointer:
                 f"the last checkpoint, of step {step:,}, could not be saved",
                 self._shown,
                 got=why,
-                remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
+                remedy="Nothing is to be done: the next generation goes on"
+                if over
+                else f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
             )
         )
         _unsaved[self._directory.path] = (generation, error)
