@@ -217,6 +217,8 @@ class Checkpointer:
             goes_on = "from the newest checkpoint that is left"
         what = f"the last checkpoint, of step {step:,}, could not be saved"
         remedy = f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}"
+        if repeated:
+            remedy = "Nothing is to be done: the next generation goes on"
         _unsaved[self._directory.path] = (generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
 
     def restore(self) -> State | None:

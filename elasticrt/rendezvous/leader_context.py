@@ -230,7 +230,7 @@ def re_form(
 def left_until(led: LeaderContext) -> float:
     """How long to wait for those that leave after an agreed step, or hold the state in a generation that waits."""
     asked = led.view.handover
-    if asked is None or not asked.record.step:
+    if asked is None:
         return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
     told_at = asked.since + LEAVE_S_MAX
     if asked.record.save and led.in_place and led.standing_since is not None and led.generation.world_size > 1:

@@ -101,7 +101,8 @@ class InPlace:
         return self._link
 
     @property
-    def _overtaken(self) -> bool:
+    def overtaken(self) -> bool:
+        """Whether a newer seat has come than the one that was taken."""
         return self._link is not None and self._link.overtaken
 
     def begin(self, loader: object) -> None:
@@ -144,7 +145,7 @@ class InPlace:
         """
         if not self.is_of_peer(error) or (in_step and self._is_of_another_group()):
             return False
-        if not self._overtaken:
+        if not self.overtaken:
             assert self.worker is not None, "a worker with an agent has a place"
             name, text, *_ = described(error)
             self._agent.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
@@ -157,7 +158,7 @@ class InPlace:
         name, text, callstack, _ = described(error)
         # The group has been cut. With NCCL the script may have used what an aborted kernel left, so any error may come
         # of that; one of another cause comes again when the step is done again.
-        if self._overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
+        if self.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
             return True
         return is_collateral(name, text, callstack)
 
@@ -171,7 +172,7 @@ class InPlace:
         if self._backend != "gloo" or not regroup.SOCKETS.knows_peers(self.worker.world_size):
             return False
         until = time.monotonic() + CLOSED_S_MAX
-        while not (self._overtaken or regroup.SOCKETS.lost_a_peer()):
+        while not (self.overtaken or regroup.SOCKETS.lost_a_peer()):
             if time.monotonic() > until:
                 return True
             time.sleep(CLOSED_AGAIN_S)
@@ -179,7 +180,7 @@ class InPlace:
 
     def check_caught(self) -> None:
         """Raise if a rank is lost, and so a collective of a step that its script has left without an error may be."""
-        if self._backend == "gloo" and self.possible and (self._overtaken or regroup.SOCKETS.lost_a_peer()):
+        if self._backend == "gloo" and self.possible and (self.overtaken or regroup.SOCKETS.lost_a_peer()):
             raise dist.DistNetworkError("connection closed by peer: the step has caught the error, and has not stepped")
 
     def check_results(self) -> None:
@@ -190,7 +191,7 @@ class InPlace:
         """
         if self._backend == "nccl" and self.possible:
             torch.cuda.current_stream().synchronize()
-            if self._overtaken:
+            if self.overtaken:
                 raise dist.DistBackendError("NCCL communicator was aborted, as a peer is gone")
 
     def settle(self) -> None:
@@ -226,7 +227,7 @@ class InPlace:
 
     def _refuse(self, *_: object) -> None:
         """Fail where a module is called in a step that would be thrown away. Costs nothing until a seat has come."""
-        if self._overtaken and threading.get_ident() == self._thread and self._undoable():
+        if self.overtaken and threading.get_ident() == self._thread and self._undoable():
             raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def _end_if_stuck(self) -> None:
@@ -237,7 +238,7 @@ class InPlace:
         agent would end the process later anyway, because it does not take its seat, and its state would be lost.
         """
         for pause_s in (STUCK_AGAIN_S, 0.0):
-            if not (self._overtaken and regroup.is_stuck()):
+            if not (self.overtaken and regroup.is_stuck()):
                 return
             time.sleep(pause_s)
         try:
@@ -297,6 +298,6 @@ class InPlace:
 
     def _regroup(self, worker: WorkerEnv) -> regroup.Meeting:
         regroup.leave()
-        meeting = regroup.meet(worker, self._backend, context.timeout_s(), lambda: self._overtaken, context.make_group)
+        meeting = regroup.meet(worker, self._backend, context.timeout_s(), lambda: self.overtaken, context.make_group)
         regroup.rebuild(self._layers)
         return meeting

@@ -182,7 +182,8 @@ class Loop:
                 self._state.position = self._state.position.closed(cut_short=cut_short)
                 self._undo.outside = None
                 self._boundary()
-            self._saving.last()
+            while not self._world.ends_with(self._saving.last):
+                pass
             self._saving.checkpointer.finish()
         finally:
             self._leave()

@@ -34,7 +34,7 @@ class Saving:
         self._page = agent_client.status_page()
         self._saved = Position()
         self._saved_at = 0.0
-        self._is_first = False  # Whether this is rank 0, which saves to the directory.
+        self.is_first = False
         self._owes = False  # Whether a save is due at once, whatever the interval says.
 
     def set_up_beside(self) -> None:
@@ -47,13 +47,13 @@ class Saving:
         self._saved, self._saved_at = self._state.position, now
         # A state from a copy in memory is on no disk. The interval begins anew at each restart, so a run that fails
         # more often than that would never save.
-        self._owes = self._owes or (self._is_first and self.checkpointer.adds(self._saved.steps))
+        self._owes = self._owes or (self.is_first and self.checkpointer.adds(self._saved.steps))
         self.memory_tier.begin(now, self.run.total)
 
     def has_state(self) -> None:
         """The state is that of the generation that begins."""
-        self._is_first = collectives.rank_and_world()[0] == 0
-        self._owes = self._is_first and self.checkpointer.lacks_head
+        self.is_first = collectives.rank_and_world()[0] == 0
+        self._owes = self.is_first and self.checkpointer.lacks_head
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, in another generation."""
@@ -65,7 +65,7 @@ class Saving:
         """Save and copy what is due."""
         now, position = time.monotonic(), self._state.position
         copy = self.memory_tier.due(now, self.run.total) and not self.checkpointer.snapshots.busy
-        save = self._is_first and not self.checkpointer.busy
+        save = self.is_first and not self.checkpointer.busy
         save = save and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
         if save or copy:
             self.take(save=save, copy=copy)
@@ -75,7 +75,7 @@ class Saving:
 
         That is done by another thread, as a seat may come before.
         """
-        if self._is_first and self.checkpointer.adds(self._state.position.steps):
+        if self.is_first and self.checkpointer.adds(self._state.position.steps):
             self.take(save=True, copy=False, then=then)
         else:
             then()
@@ -104,7 +104,7 @@ class Saving:
     def last(self) -> None:
         """The loop ends: save what is not saved yet, and wait for that. Raises as `Checkpointer.wait`."""
         self._state.ledger.end(self._state.position.steps)
-        if self._is_first:
+        if self.is_first:
             self._wait()
             if self._state.position != self._saved or self.checkpointer.missed:
                 self.take(save=True, copy=False, patient=True)

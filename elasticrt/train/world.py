@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import agent_client, collectives, handover, regroup
@@ -18,6 +20,12 @@ from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
 
 _log = logging.getLogger(__name__)
+
+END_S_MAX, END_LOOK_S = 5.0, 0.02
+"""How long ranks wait for each other at the end, and how often they look: one rank may have more to do than others."""
+
+_SAVED, _SEEN = "elasticrt/saved", "elasticrt/saved/seen"
+"""Keys of a generation's store: rank 0 saves the last step, and has done so (`+`); how many others know that."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,59 @@ class World:
             except RuntimeError as error:
                 if not self.in_place.lost(error, self._state.position.steps):
                     raise
+
+    def ends_with(self, save: Callable[[], object]) -> bool:
+        """The last step is done: rank 0 saves, and the others wait for that, so that any of them could do it instead.
+
+        False: the world has changed meanwhile, and all is to be done again there.
+        """
+        try:
+            self._page.stepping = 0
+            if not self.in_place.possible or collectives.alone() or self._saving.is_first:
+                self._save_for_others(save)
+            else:
+                self._wait_for_save()
+        except (RuntimeError, OSError) as error:
+            if not self._is_overtaken and not self.in_place.lost(error, self._state.position.steps):
+                raise
+        else:
+            if not self._is_overtaken:
+                return True
+        self.go_on()
+        return False
+
+    @property
+    def _is_overtaken(self) -> bool:
+        return self.in_place.possible and self.in_place.overtaken
+
+    def _save_for_others(self, save: Callable[[], object]) -> None:
+        """Save, and see that those know of it who wait for that: this process may end, and the store with it."""
+        if not self.in_place.possible or collectives.alone():
+            save()
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_SAVED, "")
+        save()
+        store.set(_SAVED, "+")
+        until = time.monotonic() + END_S_MAX
+        while store.add(_SEEN, 0) < self.size - 1 and not self.in_place.overtaken and time.monotonic() < until:
+            time.sleep(END_LOOK_S)
+
+    def _wait_for_save(self) -> None:
+        """Wait until rank 0 has saved, if it has come to the end as well."""
+        store, saves, until = dist.distributed_c10d._get_default_store(), False, time.monotonic() + END_S_MAX
+        while not self.in_place.overtaken and (saves or time.monotonic() < until):
+            try:
+                saved = store.get(_SAVED) if store.check([_SAVED]) else None
+            except RuntimeError:
+                if saves or self.in_place.overtaken:
+                    raise
+                return  # Rank 0 has ended.
+            if saved:
+                store.add(_SEEN, 1)
+                return
+            saves = saved is not None
+            time.sleep(max(END_LOOK_S, self.size / 20_000))
 
     def undo_step(self) -> None:
         """Go back to where the open step began, as far as that is known."""

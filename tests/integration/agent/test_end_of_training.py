@@ -1,0 +1,60 @@
+"""The last step is done, and rank 0 saves it, when a worker dies. Real processes."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import TOGETHER, Cluster, kill
+
+SCRIPT = """
+import time
+from pathlib import Path
+import torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+ctx = elasticrt.init()
+data = TensorDataset(torch.randn(320, 2), torch.randn(320, 1))
+sampler = elasticrt.ElasticBatchSampler(data, 8)
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", sampler=sampler, model=model, optimizer=optimizer)
+directory = loop._saving.checkpointer._directory
+
+def slowly(*arguments, write=directory.write):
+    print("writes", flush=True)
+    while not Path("go").exists():
+        time.sleep(0.01)
+    return write(*arguments)
+
+directory.write = slowly
+for epoch in loop.epochs(2):
+    for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+        with loop.step():
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+print("over after", loop.steps_done, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_worker_that_dies_during_the_last_save_costs_no_step(tmp_path: Path, rank: int) -> None:
+    """The others keep their state until that is on disk: nothing is done again, and the run succeeds."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--nnodes", "1:3", *TOGETHER]
+    with Cluster(tmp_path, f"last-{secrets.token_hex(4)}", options, ["train.py"]) as run:
+        for name in ("n0", "n1", "n2"):
+            run.start(name)
+        run.wait("the last save", lambda: any("writes" in agent.text() for agent in run.agents.values()), 90)
+        kill(run.holder_of_rank(rank).worker_pids()[rank])
+        run.wait("the others go on", lambda: run.number() > 1)
+        (tmp_path / "go").touch()
+        assert set(run.ended().values()) == {0}, run.story()
+        assert {event["generation"] for event in run.events("first_step")} == {1}, run.story()
+        assert all(event["in_place"] for event in run.events("generation") if event["number"] > 1), run.story()
+        assert all("could not be saved" not in agent.text() for agent in run.agents.values())
+        assert {event["step"] for event in run.events("committed")} == {80}
