@@ -18,6 +18,12 @@ _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
+_MEASURE_NS = 2_000_000_000
+"""About so often a wait is measured: on a GPU the timers wait for its work, which costs as much as a read scalar."""
+
+_SAMPLE_MAX = 100
+"""DDP's own choice: one step in so many."""
+
 _WARM_UP = 4
 """The first iterations of a new reducer, which take longer than usual."""
 
@@ -56,7 +62,7 @@ class Scalars:
 
 
 class Waits:
-    """How long this rank waits for the gradients of others, by DDP's own timers, which measure one step in many.
+    """How long this rank waits for the gradients of others, by DDP's own timers, which measure some of the steps.
 
     Args:
         objects: the Loop's objects; the DDP modules among them are read.
@@ -65,10 +71,17 @@ class Waits:
     def __init__(self, objects: Iterable[object]) -> None:
         self._layers: list[Any] = list(ddp_layers(objects))
         self._read: dict[int, int] = {}
+        self._step, self._at_ns = 0, 0  # The step at the last call, and its time.
 
     def read(self, page: StatusPage) -> None:
         """Add what was measured since the last call to the page's totals."""
         waited_ns, new = 0, False
+        steps, took_ns = page.step - self._step, page.step_at_ns - self._at_ns
+        if self._at_ns and took_ns > 0:
+            for layer in self._layers:
+                rate = max(1, min(_SAMPLE_MAX, _MEASURE_NS * steps // took_ns))
+                layer._set_ddp_runtime_logging_sample_rate(rate)
+        self._step, self._at_ns = page.step, page.step_at_ns
         for number, layer in enumerate(self._layers):
             measured = layer._get_ddp_logging_data()
             iteration = measured.get("iteration", 0)
