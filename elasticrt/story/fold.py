@@ -378,8 +378,10 @@ class Story:
                 self.slow, self.slow_at = event if event.slow else None, at
             case events.MemberLost():
                 self._member_lost(event, at)
-            case events.EtcdAway() | events.EtcdBack() if life is not None:
-                self._answered(life, event, at)
+            case events.EtcdAway() if life is not None:
+                life.away_since = at - event.away_s if event.problem else None
+                self.outages += [(at - event.away_s, at)] if not event.problem else []
+                self._fresh_at = at if event.fresh else self._fresh_at
             case events.Failure():
                 self.text = event.text
             case events.Result():
@@ -536,15 +538,6 @@ class Story:
             self.checkpoint, self.checkpoint_at = event.step, at
         self.checkpoints += 1
         self.saves.add((at, event))
-
-    def _answered(self, life: Life, event: events.EtcdAway | events.EtcdBack, at: float) -> None:
-        """Etcd does not answer, or does again."""
-        if isinstance(event, events.EtcdAway):
-            life.away_since = at
-            return
-        self.outages.append((at - event.away_s, at))
-        life.away_since = None
-        self._fresh_at = at if event.fresh else self._fresh_at
 
     def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
         """Steps stand still."""

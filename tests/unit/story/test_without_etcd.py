@@ -12,12 +12,12 @@ from tests.unit.story.told import THREE_STEPS, Entry, begun, story
 
 AWAY: list[Entry] = [
     *THREE_STEPS,
-    (6.0, "a", events.EtcdAway("no answer")),
-    (7.0, "b", events.EtcdAway("no answer")),
+    (8.0, "a", events.EtcdAway(2.0, "no answer")),
+    (7.0, "b", events.EtcdAway(0.0, "no answer")),
 ]
 """Two nodes train, and etcd has not answered since second 6."""
 
-BACK: list[Entry] = [*AWAY, (9.0, "a", events.EtcdBack(3.0)), (9.5, "b", events.EtcdBack(2.5))]
+BACK: list[Entry] = [*AWAY, (9.0, "a", events.EtcdAway(3.0)), (9.5, "b", events.EtcdAway(2.5))]
 
 DEATH = "rank 1 on b: killed by SIGKILL"
 
@@ -27,13 +27,13 @@ def test_that_etcd_does_not_answer_is_told_while_it_lasts():
     told, said = story(AWAY), "etcd has not answered for 4 s: nothing is committed or agreed"
     assert state(told, 10.0) == as_object(told, 10.0)["state"] == board(told, 10.0)["state"] == f"running; {said}"
     assert "etcd did not answer once, for 4.0 s" in report(told, 10.0)
-    ended = story([*AWAY, (8.0, "a", events.AgentStopped(4)), (8.0, "b", events.AgentStopped(4))])
-    assert ended.times_without_etcd(20.0) == [(6.0, 8.0)], "who has ended does not miss it"
+    ended = story([*AWAY, (8.5, "a", events.AgentStopped(4)), (8.5, "b", events.AgentStopped(4))])
+    assert ended.times_without_etcd(20.0) == [(6.0, 8.5)], "who has ended does not miss it"
 
 
 def test_times_without_etcd_are_summed_up():
     """What several nodes have missed at once is one time; the summary at an agent's end has its own."""
-    told = story([*BACK, (20.0, "a", events.EtcdBack(1.5))])
+    told = story([*BACK, (20.0, "a", events.EtcdAway(1.5))])
     assert told.times_without_etcd(30.0) == [(6.0, 9.5), (18.5, 20.0)]
     assert state(told, 30.0) == "running"
     assert "etcd did not answer 2 times, for 5.0 s in all" in report(told, 30.0)
@@ -58,7 +58,7 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
 @pytest.mark.parametrize("missed", [True, False])
 def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
     """Whether a request had failed before its agents found it dead, or not."""
-    fresh = [(9.0, node, events.EtcdBack(3.0, fresh=True)) for node in "ab"]
+    fresh = [(9.0, node, events.EtcdAway(3.0, fresh=True)) for node in "ab"]
     told = story([*(AWAY if missed else THREE_STEPS), *fresh, (9.5, "a", begun(2, "ab", "start", in_place=False))])
     assert told.chapter.cause == "etcd had died, and a fresh one was started"
     assert told.times_without_etcd() == [(6.0, 9.0)]
