@@ -459,25 +459,16 @@ class Straggler:
 
 @dataclass(frozen=True)
 class EtcdAway:
-    """Etcd does not answer this agent: workers train on, nothing is committed or agreed.
+    """Etcd does not answer this agent, so nothing is committed or agreed; or it does again.
 
     Attributes:
-        problem: what a request has got in place of an answer.
-    """
-
-    problem: str
-
-
-@dataclass(frozen=True)
-class EtcdBack:
-    """Etcd answers this agent again.
-
-    Attributes:
-        away_s: seconds in which it did not.
-        fresh: whether it is another one, which knows nothing: the one that the agents had started has died.
+        away_s: seconds without an answer until now.
+        problem: what a request has got in place of one; "": etcd answers again.
+        fresh: whether that is another one, which knows nothing: the one that the agents had started has died.
     """
 
     away_s: float
+    problem: str = ""
     fresh: bool = False
 
 
@@ -557,7 +548,6 @@ Event = (
     | Culprit
     | Straggler
     | EtcdAway
-    | EtcdBack
     | Failure
     | Result
     | AgentStopped

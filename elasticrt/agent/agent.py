@@ -254,14 +254,12 @@ class Agent(Side):
 
     def _note_etcd(self, *, fresh: bool = False) -> None:
         """Write that etcd does not answer, or does again; `fresh`: another one, in place of one that has died."""
-        outage, since = self.member.outage, self.away_since
-        if fresh or (since is not None and not outage.problem):
-            since, now = since if since is not None else outage.since, self.clock.monotonic()
-            self.console.events.write(events.EtcdBack(round(now - since, 1) if since is not None else 0.0, fresh))
-            self.away_since = None
-        elif since is None and outage.problem:
-            self.console.events.write(events.EtcdAway(outage.problem))
-            self.away_since = outage.since
+        outage = self.member.outage
+        if not fresh and (self.away_since is not None) == bool(outage.problem):
+            return
+        since, problem, now = self.away_since or outage.since, "" if fresh else outage.problem, self.clock.monotonic()
+        self.console.events.write(events.EtcdAway(round(now - since, 1) if since else 0.0, problem, fresh))
+        self.away_since = since if problem else None
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""

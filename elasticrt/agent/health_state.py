@@ -92,8 +92,11 @@ def member(
     generation = view.generation.record if view.generation else None
     away_s = round(now - outage.since, 1) if outage.since is not None else None
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
-    trouble, slow = sentences.trouble(story, told_at), story.slow
-    found = readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s, doing=sentences.doing(story))
+    trouble, slow, doing = sentences.trouble(story, told_at), story.slow, sentences.doing(story)
+    if me.report is not None and me.report.failure is not None and me.report.generation == view.number:
+        # Of another node's failure the events of this one do not tell, and no generation does while etcd is away.
+        trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
+    found = readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s, doing=doing)
     return HealthState(
         run_id=story.run_id,
         node=me.record.node,

@@ -38,13 +38,13 @@ def main(arguments: argparse.Namespace) -> int:
         if newest is None:
             raise which_run()
         named = newest.name, newest
-    while not _look(*named, arguments, options) and arguments.watch:
+    while not look(*named, arguments, options) and arguments.watch:
         time.sleep(WATCH_EVERY_S)
         write(sys.stdout, CLEAR if sys.stdout.isatty() and not arguments.json else "")
     return EXIT_OK
 
 
-def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: EtcdOptions) -> bool:
+def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: EtcdOptions) -> bool:
     """Print the state of the run; whether it has ended."""
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:

@@ -45,7 +45,7 @@ FOUND_S = (0.5, 2.0)
 which it is: as much later again the leader knows, and they ask that."""
 
 COMPARE_S = 10.0
-"""Between two comparisons of the nodes' own work. DDP measures one step in a hundred."""
+"""Between two comparisons of the nodes' own work."""
 
 BLAME_AGAIN_S = 60.0
 """Before the same finding about the same rank is reported again."""

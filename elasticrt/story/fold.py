@@ -382,8 +382,8 @@ class Story:
                 self.slow, self.slow_at = event if event.slow else None, at
             case events.MemberLost():
                 self._member_lost(event, at)
-            case events.EtcdAway() | events.EtcdBack() if life is not None:
-                self._answered(life, event, at)
+            case events.EtcdAway() if life is not None:
+                self._etcd_away(life, event, at)
             case events.Failure():
                 self.text = event.text
             case events.Result():
@@ -541,14 +541,14 @@ class Story:
         if course is not None:
             course.stepped(step, at)
 
-    def _answered(self, life: Life, event: events.EtcdAway | events.EtcdBack, at: float) -> None:
+
+    def _etcd_away(self, life: Life, event: events.EtcdAway, at: float) -> None:
         """Etcd does not answer, or does again."""
-        if isinstance(event, events.EtcdAway):
-            life.away_since = at
-            return
-        self.outages.append((at - event.away_s, at))
-        life.away_since = None
-        self._fresh_at = at if event.fresh else self._fresh_at
+        life.away_since = at - event.away_s if event.problem else None
+        if not event.problem:
+            self.outages.append((at - event.away_s, at))
+        if event.fresh:
+            self._fresh_at = at
 
     def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
         """Steps stand still."""

@@ -18,6 +18,10 @@ _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
+# About so often a wait is measured: on a GPU the timers wait for its work, which costs as much as a read scalar.
+_MEASURE_NS = 2_000_000_000
+# DDP's own choice: one step in so many.
+_SAMPLE_MAX = 100
 # The first iterations of a new reducer, which take longer than usual.
 _WARM_UP = 4
 
@@ -56,15 +60,22 @@ class Scalars:
 
 class Waits:
     """How long this rank waits for the gradients of others, by the timers of the DDP modules among the Loop's objects,
-    which measure one step in many."""
+    which measure some of the steps."""
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._layers: list[Any] = list(ddp_layers(objects))
         self._read: dict[int, int] = {}
+        self._step, self._at_ns = 0, 0  # The step at the last call, and its time.
 
     def read(self, page: StatusPage) -> None:
         """Add what was measured since the last call to the page's totals."""
         waited_ns, new = 0, False
+        steps, took_ns = page.step - self._step, page.step_at_ns - self._at_ns
+        if self._at_ns and took_ns > 0:
+            for layer in self._layers:
+                rate = max(1, min(_SAMPLE_MAX, _MEASURE_NS * steps // took_ns))
+                layer._set_ddp_runtime_logging_sample_rate(rate)
+        self._step, self._at_ns = page.step, page.step_at_ns
         for number, layer in enumerate(self._layers):
             measured = layer._get_ddp_logging_data()
             iteration = measured.get("iteration", 0)

@@ -10,7 +10,7 @@ from elasticrt.ipc.failure import ENDED_EARLY, Failure
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
 from elasticrt.rendezvous.records import Restarts
 from elasticrt.store.protocol import Delete, Txn
-from tests.virtual.world import World, check_ranks, running, spec
+from tests.virtual.world import World, check_ranks, running, spec, told_to_leave
 
 
 def test_a_worker_failure_restarts_all_and_counts_once() -> None:
@@ -328,3 +328,20 @@ def test_workers_that_never_meet() -> None:
     world.members["n1"].report("failed", Failure(rank=1, code=1, collateral=False, summary="a real cause"))
     world.settle()
     assert world.members["n0"].ran[-1][0].cause == "a real cause"
+
+
+def test_a_node_that_leaves_while_another_generation_is_made_has_left() -> None:
+    """L1: it has a seat in one that it has not heard of; it gives that up, and nobody takes it for lost."""
+    world = running(3)
+    leader, first, second = world.members.values()
+    first.me = told_to_leave(first)
+    while first.alive:
+        first.step()
+    while leader.ran[-1][0].number == 1:
+        assert leader.step()
+    assert second.view.number == 1
+    second.run(second.member.leave(seat_too=True))
+    second.alive = False
+    world.settle()
+    world.pass_time(1.0)
+    assert [generation.cause for generation, _ in leader.ran] == ["start", "n1 left", "n2 left"]

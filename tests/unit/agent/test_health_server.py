@@ -28,11 +28,12 @@ from elasticrt.agent.health_state import (
     ready,
 )
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.outage import Heard, Outage
-from elasticrt.rendezvous.records import Member, Seat
+from elasticrt.rendezvous.records import Member, Report, Seat
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec
 from elasticrt.story.fold import Story
@@ -116,6 +117,26 @@ def test_the_reason_is_what_the_story_of_the_run_says(
     finding = ready(noted, 530.0)
     assert (finding.ok, finding.reason) == (not draining, reason)
     assert (noted.run_id, noted.standing_s, noted.slow) == ("calm-fox", standing_s, slow)
+
+
+def test_what_was_lost_while_etcd_is_away_is_told() -> None:
+    """No generation can follow a failure then: the reason has what this node's workers have seen of it."""
+    told = story([(0.0, "alpha", started()), (2.0, "alpha", replace(begun(2, "ab"), nodes=("alpha", "beta")))])
+    seen = Stored(agreed(waits=False), 1, 1, 0.0)
+    view = View("alpha", generation=seen, seats={"alpha": SEAT}, roster_nonce=seen.record.nonce)
+    failure = Failure(0, 1, True, "rank 0 on alpha: a peer is gone")
+    report = Report(generation=2, node="alpha", incarnation="a" * 16, status="failed", failure=failure)
+    record = RECORD.model_copy(update={"incarnation": SEAT.incarnation})
+    me, outage = (
+        Me(record=record, spec=SPEC, lease="suspended", running=2, report=report),
+        Outage(900.0, lambda _: None),
+    )
+    outage.since = 510.0
+    finding = ready(member(me, view, outage, 530.0, story=told, told_at=30.0, step=20), 530.0)
+    reason = (
+        "stands still in generation 2; etcd has not answered for 20 s; no step since: rank 0 on alpha: a peer is gone"
+    )
+    assert (finding.ok, finding.reason) == (True, reason)
 
 
 STANDS_BY: dict[str, Any] = {"seat": None, "running": 0}

@@ -15,7 +15,7 @@ from elasticrt.agent.doing import Doing, doing, in_words
 from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
-from elasticrt.rendezvous.decision import Me, Run, Wait
+from elasticrt.rendezvous.decision import Leave, Me, Run, Wait
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes
@@ -111,6 +111,25 @@ def test_where_the_run_stands():
         "goodput 97%"
     )
     assert sentences.now_at(Story(), 0.0, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("reached", "lost", "said"),
+    [
+        (50, True, "step 50 is saved, steps 51 to 75 are not: the last checkpoint could not be saved"),
+        (50, False, "step 50 is saved; the node of rank 0 says whether step 75 is; to go on: the same command"),
+        (75, False, "step 75 is saved; to go on: the same command"),
+        (0, True, "no step is saved, steps 1 to 75 are not"),
+    ],
+)
+def test_a_node_that_leaves_without_a_handover_says_what_is_not_saved(reached, lost, said, tmp_path, capsys):
+    """As far as it knows: it was to save step 75; so does one that leaves after it."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    head = SimpleNamespace(reached=reached) if reached else None
+    console.left(Leave("not handed over within 15 s", saving=75), head, lost=lost)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(1, "epoch 3  loss 0.5  checkpoint 38"), (0, "step 1")])

@@ -10,7 +10,8 @@ import pytest
 
 from elasticrt import events
 from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
-from elasticrt.cli.main import main
+from elasticrt.cli.main import build_parser, main
+from elasticrt.cli.status import look
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import start_of
 from elasticrt.rendezvous.records import Generation, Keys, Result, SpecRecord
@@ -109,6 +110,32 @@ def test_looking_at_a_run_does_not_keep_its_etcd() -> None:
     os.utime(record, (1, 1))
     assert find("calm-fox") is not None
     assert record.stat().st_mtime == 1
+
+
+def test_status_while_etcd_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the run's directory tells is shown, then the reason: exit code 4; `--watch` ends when the agents have."""
+    _run("calm-fox", lives=True)  # Nobody listens at the port of its etcd.
+    assert main(["status", "--log-dir", "runs"]) == 4
+    said = capsys.readouterr()
+    assert said.out.startswith("run calm-fox: running\n1 node: node-0\n")
+    assert "no answer from etcd" in said.err
+    arguments = build_parser().parse_args(["status", "calm-fox", "--watch", "--log-dir", "runs"])
+    looks = []
+    for more in ((), (events.AgentStopped(143),)):
+        _run("calm-fox", *more, lives=True)
+        looks.append(look("calm-fox", Path("runs/calm-fox"), arguments, EtcdOptions()))
+    assert looks == [False, True]
+    assert capsys.readouterr().out.count("etcd does not answer: no answer from etcd") == 2
+
+
+def test_a_run_whose_bundled_etcd_has_died_has_not_ended() -> None:
+    """Its agents start a fresh one: `status --watch` goes on, until they have fallen silent."""
+    _run("calm-fox", lives=False)
+    arguments = build_parser().parse_args(["status", "calm-fox", "--watch", "--log-dir", "runs"])
+    directory = Path("runs/calm-fox")
+    assert not look("calm-fox", directory, arguments, EtcdOptions())
+    _run("calm-fox", events.AgentStopped(143), lives=False)
+    assert look("calm-fox", directory, arguments, EtcdOptions())
 
 
 @pytest.mark.parametrize("command", [["stop"], ["drain", "node-0"], ["resize", "1:2"]], ids=lambda words: words[0])

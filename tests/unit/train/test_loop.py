@@ -654,7 +654,7 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
 
 
 def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
-    """W18: what DDP's timers have measured is added to the page's totals, at most once for each measurement."""
+    """W18: what DDP's timers measure, a step about every 2 s, is added to the page's totals, once each."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -669,6 +669,12 @@ def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
             waits.read(page)
             assert page.waits == 1
             assert page.waited_ns > 0
+            for step, second in ((10, 5), (14, 7)):  # Steps of half a second: one in four is to be measured.
+                page.finished(step, second * 10**9)
+                waits.read(page)
+            for _ in range(20):
+                model(torch.ones(2, 3)).sum().backward()
+            assert model._get_ddp_logging_data()["iteration"] == 24, "DDP alone would measure the 100th after the 10th"
             agent_client.status_page().close()
         page.close()
     finally:

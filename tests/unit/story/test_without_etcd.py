@@ -1,0 +1,64 @@
+"""Times in which etcd did not answer, and what happened in them: told by all views."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt import events
+from elasticrt.story.board import board
+from elasticrt.story.report import as_object, report, state, summary
+from elasticrt.story.sentences import doing, now_at
+from tests.unit.story.told import THREE_STEPS, Entry, begun, story
+
+AWAY: list[Entry] = [
+    *THREE_STEPS,
+    (8.0, "a", events.EtcdAway(2.0, "no answer")),
+    (7.0, "b", events.EtcdAway(0.0, "no answer")),
+]
+"""Two nodes train, and etcd has not answered since second 6."""
+
+BACK: list[Entry] = [*AWAY, (9.0, "a", events.EtcdAway(3.0)), (9.5, "b", events.EtcdAway(2.5))]
+
+DEATH = "rank 1 on b: killed by SIGKILL"
+
+
+def test_that_etcd_does_not_answer_is_told_while_it_lasts():
+    """As long as it has lasted for the first node that misses it."""
+    told, said = story(AWAY), "etcd has not answered for 4 s: nothing is committed or agreed"
+    assert state(told, 10.0) == as_object(told, 10.0)["state"] == board(told, 10.0)["state"] == f"running; {said}"
+    assert "etcd did not answer once, for 4.0 s" in report(told, 10.0)
+    ended = story([*AWAY, (8.5, "a", events.AgentStopped(4)), (8.5, "b", events.AgentStopped(4))])
+    assert ended.times_without_etcd(20.0) == [(6.0, 8.5)], "who has ended does not miss it"
+
+
+def test_times_without_etcd_are_summed_up():
+    """What several nodes have missed at once is one time; the summary at an agent's end has its own."""
+    told = story([*BACK, (20.0, "a", events.EtcdAway(1.5))])
+    assert told.times_without_etcd(30.0) == [(6.0, 9.5), (18.5, 20.0)]
+    assert state(told, 30.0) == "running"
+    assert "etcd did not answer 2 times, for 5.0 s in all" in report(told, 30.0)
+    assert [6.0, "bad", "etcd did not answer for 3.5 s"] in board(told, 30.0)["sentences"]
+    assert "etcd did not answer once, for 2.5 s" in summary(story([entry for entry in BACK if entry[1] == "b"]))
+    assert not any("etcd" in line for line in report(story(THREE_STEPS), 30.0))
+
+
+def test_what_fails_while_etcd_is_away_is_told_at_once():
+    """No generation can follow it; until one does all views say why no step is made."""
+    ended = events.WorkerEnded(1, 1, 12, -9, DEATH)
+    told = story([*AWAY, (8.0, "b", ended)])
+    assert state(told, 10.0).startswith(f"no step for 2 s after step 1: {DEATH}; etcd has not answered for 4 s")
+    assert (doing(told), told.standing_s(10.0)) == ("stands still", 2.0)
+    assert DEATH in now_at(told, 10.0, 0.0)
+    followed = story([*BACK, (8.0, "b", ended), (10.0, "a", begun(2, "a", "failure", DEATH))])
+    assert (state(followed, 11.0), followed.chapter.cause) == ("running", DEATH)
+    beside = events.WorkerEnded(0, 1, 12, -9, DEATH)
+    assert state(story([*THREE_STEPS, (8.0, "b", beside)]), 10.0) == "running", "a newcomer's stops nobody"
+
+
+@pytest.mark.parametrize("missed", [True, False])
+def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
+    """Whether a request had failed before its agents found it dead, or not."""
+    fresh = [(9.0, node, events.EtcdAway(3.0, fresh=True)) for node in "ab"]
+    told = story([*(AWAY if missed else THREE_STEPS), *fresh, (9.5, "a", begun(2, "ab", "start", in_place=False))])
+    assert told.chapter.cause == "etcd had died, and a fresh one was started"
+    assert told.times_without_etcd() == [(6.0, 9.0)]
