@@ -85,8 +85,10 @@ def test_killed_command_takes_its_server_along() -> None:
     with served() as (process, _):
         assert not left.exists()
         (used,) = Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*")
-        embedded.remove_data(embedded.make_data())
-        assert used.exists(), "a living one's files stay"
+        with embedded.new_data() as other:
+            assert other.exists()
+            assert used.exists(), "a living one's files stay"
+        assert not other.exists()
         process.send_signal(signal.SIGTERM)
         process.wait(20)
 
