@@ -18,8 +18,8 @@ _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
-# The first iterations of a new reducer, which take longer than usual.
 _WARM_UP = 4
+"""The first iterations of a new reducer, which take longer than usual."""
 
 
 class Scalars:
@@ -55,8 +55,11 @@ class Scalars:
 
 
 class Waits:
-    """How long this rank waits for the gradients of others, by the timers of the DDP modules among the Loop's objects,
-    which measure one step in many."""
+    """How long this rank waits for the gradients of others, by DDP's own timers, which measure one step in many.
+
+    Args:
+        objects: the Loop's objects; the DDP modules among them are read.
+    """
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._layers: list[Any] = list(ddp_layers(objects))
