@@ -541,7 +541,6 @@ class Story:
         if course is not None:
             course.stepped(step, at)
 
-
     def _etcd_away(self, life: Life, event: events.EtcdAway, at: float) -> None:
         """Etcd does not answer, or does again."""
         life.away_since = at - event.away_s if event.problem else None
