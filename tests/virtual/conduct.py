@@ -342,6 +342,7 @@ class Conduct:
             for node in self.history.seats.get(group.nonce, {}).keys() & known.keys():
                 peer = self.sim.processes[node]
                 awake = not (peer.gone or peer.paused or peer is process) and self.sim.linked(peer, process)
+                awake = awake and peer.probe_port == known[node].probe_port  # Another process is asked elsewhere.
                 me = peer.me
                 told = told or (awake and me is not None and me.started > group.generation)
         if not told:
