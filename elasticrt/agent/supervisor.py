@@ -210,7 +210,6 @@ class Supervisor:
             number = self._state.number
             if not held:
                 self.hangs.look_closer(now, self.pages.of(self._state), self.group, number, ask_s=self._ask_s)
-            if not self._state.holding:
                 self.hangs.ask_if_stalled(now, self.group, number)
         self._look_for_laggards(now, elsewhere)
         self.hangs.look_at_waits(now, self._state.ranks, self.pages.of(self._state))
