@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -169,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler.setFormatter(logging.Formatter(long if debug else short))
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _check_directory()
         arguments = build_parser().parse_args(argv)
         _heed(arguments, handler)
