@@ -85,12 +85,17 @@ class Progress:
         self._tell_at = 0.0
         self.pause_s = 1.0
 
-    # Marks, in order. A mark that is set stays as it is.
+    # Marks, in order. A mark that is set stays as it is, but for one.
 
     def disturbed(self) -> None:
         """The present generation is about to end: a worker has failed, or a handover was asked for."""
         if "start" in self._marks:  # A recovery that never came to a step: its time is a part of this one.
             self._marks = {}
+        asked = any(page.stop and not 0 < page.go <= page.step for page in self._look())
+        if asked and not self._marks.keys() & {"agree", "broken_off"}:
+            # Workers that do not come to the step after which they leave hang: until now nothing was to be agreed.
+            self._marks = {}
+            self._mark("broken_off")
         self._mark("detect")
 
     def undisturbed(self) -> None:

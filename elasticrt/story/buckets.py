@@ -286,7 +286,7 @@ class LifeSpans:
         """The others have gone on without this node, which knows it `at`, and has made its `last` step before."""
         if self._mode == "training":
             self._train_to(last if self._failed_at is None else min(last, self._failed_at))
-            self._to(min(at, self._course.over_at), DETECT)
+            self._to(min(at, self._courses.get(self._newest, self._course).over_at), DETECT)
             self._to(at, STANDBY)
             self._mode = "idle"
 
@@ -297,6 +297,7 @@ class LifeSpans:
             self._stand_from(end, event.phases)
         else:
             self._to(end, SET_UP)
+        between = [course for number, course in self._courses.items() if self._generation < number < event.generation]
         self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
@@ -306,10 +307,16 @@ class LifeSpans:
             bucket = _PHASES.get(name, SET_UP)
             if bucket == TRAIN:
                 self._train_to(end)
-            elif name == "script" and not starts:  # In place: a living worker got its new seat.
-                self._to(end, REFORM)
-            else:
-                self._to(end, WAITING if short and bucket == AGREE else bucket)
+                continue
+            if name == "script" and not starts:  # In place: a living worker got its new seat.
+                bucket = REFORM
+            elif short and bucket == AGREE:
+                bucket = WAITING
+            for course in between:  # They have come to no step: where that was a hang, it is told as while it lasted.
+                if course.stands_since is not None:
+                    self._to(min(end, course.stands_since), bucket)
+                    self._to(min(end, course.over_at), DETECT)
+            self._to(end, bucket)
 
     def _progressed(self, event: events.Progress, at: float) -> None:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))

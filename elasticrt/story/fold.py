@@ -574,8 +574,13 @@ class Story:
         what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
         if culprit is not None and abs(event.step - culprit.step) <= 1:  # See `Course.stood`.
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes
-        self.troubles = [each for each in self.troubles if not (each.hang and each.at == at)]
-        self.troubles += [Trouble(at, each, what, event.generation, hang=True) for each in nodes or ("",)]
+        self._add_hang(at, what, event.generation, nodes or ("",), since=at - event.age_s)
+
+    def _add_hang(self, at: float, what: str, generation: int, nodes: Iterable[str], *, since: float) -> None:
+        """A hang `since` a moment is a failure of these `nodes`. What was told of it before is replaced: it may go on
+        in generations that come to no step."""
+        self.troubles = [each for each in self.troubles if not (each.hang and each.at >= since)]
+        self.troubles += [Trouble(at, each, what, generation, hang=True) for each in nodes]
 
     def _hung(self, stand: Stand, cause: str, at: float) -> str:
         """The `cause` of the generation that has ended a `stand` at `at`, with that, which is a failure as well."""
@@ -583,7 +588,7 @@ class Story:
         course = self._courses[culprit.generation]
         if course.hung or (culprit.nodes and not culprit.ranks):
             return cause  # It says so. Of nodes that do not answer their loss tells.
-        self.troubles += [Trouble(at, each, stand.told(at), culprit.generation, hang=True) for each in culprit.nodes]
+        self._add_hang(at, stand.told(at), culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {at - stand.since:.0f} s: {culprit.reason}"
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:

@@ -273,6 +273,8 @@ class InPlace:
                 [each for module in modules for each in module.parameters() if each.requires_grad]
             )
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
+        # What optimizers did until here, in this rehearsal or before the Loop, was no step of the run.
+        self._page.beats = self._page.beat_at_ns = self._page.first_beat_at_ns = 0
         self._follow()
         self._page.in_place = READY
         self._agent.say(Left(0))

@@ -90,6 +90,58 @@ def test_who_does_not_know_claims_nothing() -> None:
     assert [each.redone for each in kept.found if isinstance(each, events.FirstStep)] == [None, None]
 
 
+class Second:
+    """A clock that stands still at a second until it is set."""
+
+    at = 0
+
+    def monotonic(self) -> float:
+        """In seconds."""
+        return float(self.at)
+
+    def monotonic_ns(self) -> int:
+        """In nanoseconds."""
+        return self.at * SECOND
+
+
+@pytest.mark.parametrize(
+    ("go", "step", "stepped_at", "failed_at", "expected"),
+    [
+        pytest.param(0, 7, 1, None, (69, 0), id="they hang before a step was agreed after which they leave"),
+        pytest.param(8, 7, 1, None, (69, 0), id="they do not come to it"),
+        pytest.param(8, 7, 1, 40, (39, 30), id="until they were given up"),
+        pytest.param(8, 8, 3, None, (0, 67), id="they have come to it, and the others were waited for"),
+    ],
+)
+def test_a_hang_is_none_of_the_agreement_on_a_handover(
+    go: int, step: int, stepped_at: int, failed_at: int | None, expected: tuple[int, int]
+) -> None:
+    """L5: a handover is asked for at second 2, and the next generation comes at 70: in between the workers stand."""
+    page, kept, clock = Words(), Kept(), Second()
+    progress = Progress(lambda: [page], kept, clock)
+    progress.replaced(1)
+    page.entered = 1
+    progress.stepped(1, Step(1, 0, SECOND // 2, 0, True))
+    page.finished(7, SECOND)
+    clock.at = 2
+    progress.disturbed()
+    page.stop, page.go = 1, go
+    page.finished(step, stepped_at * SECOND)
+    if failed_at is not None:
+        clock.at = failed_at
+        progress.disturbed()
+    clock.at = 70
+    progress.replaced(2)
+    progress.remember()
+    page.stop = page.go = 0
+    clock.at = 80
+    progress.replaced(3)
+    progress.stepped(3, Step(8, 0, 81 * SECOND, 7, True))
+    (recovery,) = [each for each in kept.found if isinstance(each, events.Recovery)]
+    assert (recovery.phases["detect"], recovery.phases["agree"]) == tuple(1000 * each for each in expected)
+    assert sum(recovery.phases.values()) == 1000 * recovery.pause_s
+
+
 MS = 1_000_000
 
 

@@ -14,7 +14,7 @@ from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report, state
 from elasticrt.story.sentences import doing, now_at
 from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
-from tests.unit.story.told import THREE_STEPS, begun, story
+from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 30_000.0, "agree": 200.0, "script": 300.0, "restore": 250.0, "first_step": 250.0}
 AT_SIX = (6.0, "a", events.Step(1, 20, 0, {}))
@@ -260,6 +260,75 @@ def test_what_has_ended_a_hang_names_it(more, failures, cause):
     assert told.chapter.cause == cause
     assert Counter(each.node for each in told.troubles) == failures
     assert sum(each.hang for each in told.troubles) == 1
+
+
+def _blames(generation, age_s, said="rank 1 sleeps"):
+    return events.Culprit(generation, 20, age_s, (1,), ("b",), said)
+
+
+OUTLIVES_ITS_GENERATION = [
+    *THREE_STEPS,
+    (5.0, "c", started()),
+    (5.5, "c", warm()),
+    (5.6, "c", events.StandsBy(**{**vars(begun(1, "ab", "start", in_place=False)), "index": -1})),
+    AT_SIX,
+    *((9.5, each, _blames(1, 3.5)) for each in "ab"),
+    *((66.0, each, begun(2, "abc", "join", "c joined")) for each in "abc"),
+    *((67.0, each, _blames(2, 61.0, "rank 1 sleeps on")) for each in "ab"),
+    (67.5, "c", _blames(2, 61.5, "rank 1 sleeps on")),
+]
+"""A node joins two of which one hangs: neither the handover nor the next generation comes to a step."""
+
+SEVENTY = {"detect": 60_000.0, "agree": 0.0, "stop": 0.0, "script": 10_300.0, "restore": 200.0, "first_step": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        pytest.param([], "no step for 70 s after step 20: rank 1 sleeps on", id="its worker does not take its seat"),
+        pytest.param(
+            [(75.9, each, events.Stalled(2, 20, 69.9, True, {"0": ("x",)})) for each in "ab"],
+            "no progress for 70 s after step 20: rank 1 sleeps on",
+            id="the hang timeout is over",
+        ),
+    ],
+)
+def test_a_hang_that_outlives_its_generation_is_one_and_all_of_it_is_detected(more, said):
+    """In the generation that nobody came to a step in as well: while it lasts, after it, and on who was left out."""
+    entries = [*OUTLIVES_ITS_GENERATION, *more]
+    assert totals(story(entries).spans_by_node(76.0)["a"])["detect"] == pytest.approx(70.0)
+    third = begun(3, "ac", "failure")
+    entries += [
+        *((76.0, each, third) for each in "ac"),
+        (76.0, "b", events.StandsBy(**{**vars(third), "index": -1}, age_s=70.0)),
+        (77.0, "a", events.FirstStep(3, 21, 20, 71.0, 0)),
+        (77.0, "a", events.Recovery(3, 71.0, SEVENTY)),
+        (77.0, "c", events.FirstStep(3, 21, 20, None, None)),
+        (77.0, "c", events.SetUp(3, {"detect": 0.0, "agree": 0.0, "script": 10_300.0, "first_step": 700.0})),
+    ]
+    told = story(entries)
+    spent = {node: totals(spans) for node, spans in told.spans_by_node(77.0).items()}
+    assert [spent[node]["detect"] for node in "abc"] == pytest.approx([70.0, 70.0, 10.0])
+    assert spent["a"]["re-form"] == pytest.approx(0.25 + 0.3)
+    assert spent["c"]["standby"] == pytest.approx(60.4)
+    assert [(each.node, each.what) for each in told.troubles if each.hang] == [("b", said)]
+    assert (told.chapter.pause_s, told.chapter.redone) == (71.0, 0)
+
+
+def test_another_hang_is_another_failure():
+    """Steps were made between the two: both are told."""
+    entries = [
+        *HANG,
+        *((18.0, each, begun(2, "ab", "join", "b joined")) for each in "ab"),
+        (19.0, "a", events.FirstStep(2, 21, 20, 13.0, 0)),
+        (19.0, "a", events.Recovery(2, 13.0, {"detect": 12_000.0, "first_step": 1000.0})),
+        (23.0, "a", events.Culprit(2, 21, 4.0, (1,), ("b",), "rank 1 sleeps")),
+        (30.0, "a", begun(3, "a", "drain", "b left")),
+    ]
+    assert [each.what for each in story(entries).troubles] == [
+        "no step for 12 s after step 20: rank 1 sleeps",
+        "no step for 11 s after step 21: rank 1 sleeps",
+    ]
 
 
 def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
