@@ -7,7 +7,6 @@ import os
 import sys
 from collections import deque
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from elasticrt import events
@@ -18,6 +17,7 @@ from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
+from elasticrt.ipc.proc import boot_id
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import ANEW, counted, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
@@ -227,7 +227,7 @@ class Console:
             run_id=settings.run_id,
             etcd=etcd,
             run_dir=str(settings.run_dir),
-            machine=_machine(),
+            machine=boot_id(),
             min_nodes=me.spec.min_nodes,
             max_nodes=me.spec.max_nodes,
             workers=settings.workers,
@@ -317,14 +317,6 @@ class Console:
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
-
-
-def _machine() -> str:
-    """The id of this machine's boot: monotonic times of one boot can be compared."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _ranks(first: int, count: int) -> str:

@@ -67,6 +67,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             raise
         if away:
             write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
+        elif story.result is None and story.alive():
+            write(sys.stdout, plain(f"told by its directory alone: {error}\n"))
         return not story.alive() if away else story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
