@@ -167,6 +167,7 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
         return parse_endpoints(story.etcd)
     if story is not None and (story.result is not None or not story.alive()):
         raise has_ended(run_id, state(story))
+    run_dir.check_events(directory)
     raise ConfigError(
         "no agent of this run is on this machine",
         f"run {run_id}",

@@ -682,3 +682,9 @@ def story_of(*sources: Iterable[events.Record]) -> Story:
     for _, record in heapq.merge(*map(timed, sources), key=lambda each: each[0]):
         story.tell(record)
     return story
+
+
+def cause_of(story: Story | None, generation: int, said: str) -> str:
+    """Why the newest generation was made, by its story where that knows it: its leader may have `said` less."""
+    chapter = story.chapter if story is not None else None
+    return chapter.cause if chapter is not None and chapter.number == generation else said
