@@ -39,7 +39,7 @@ def files(directory: Path) -> list[Path]:
 @cache
 def _leave_out(path: Path) -> None:
     """Warn of a file, once: views look at the same directory again and again."""
-    log.warning("left out, as it is no regular file that can be read: %s", path)
+    log.warning("left out, as it is no regular file that can be read (check its permissions): %s", path)
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:

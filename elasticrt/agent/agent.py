@@ -191,8 +191,7 @@ class Agent(Side):
             self.alone_at = None
             if view.leads and len(view.members) == 1:
                 self.console.warn(self.settings.alone)
-        if self.console.generation(view, member.me) and view.generation is not None:
-            self.node.stands_by(view.generation.record, tuple(seat.node for seat in view.order()))
+        self.console.generation(view, member.me, self.node.stands_by)
         if self.console.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
             self.console.tick(now, at, self.node.progress.step(), view.head)

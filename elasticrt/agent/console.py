@@ -6,8 +6,8 @@ import math
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from elasticrt import events
@@ -18,16 +18,17 @@ from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
+from elasticrt.ipc.proc import boot_id
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import ANEW, counted, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.leader_context import how_gone
-from elasticrt.rendezvous.records import Result
+from elasticrt.rendezvous.records import Generation, Result
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.settings import Settings
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes, Told
-from elasticrt.story.fold import Story
+from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import summary
 from elasticrt.text import log_line, plain, shell
 
@@ -227,7 +228,7 @@ class Console:
             run_id=settings.run_id,
             etcd=etcd,
             run_dir=str(settings.run_dir),
-            machine=_machine(),
+            machine=boot_id(),
             min_nodes=me.spec.min_nodes,
             max_nodes=me.spec.max_nodes,
             workers=settings.workers,
@@ -258,25 +259,23 @@ class Console:
                 anew = decision.draft.cause == ANEW
                 self.events.write(events.MemberLost(lost=seat.node, how=ANEW if anew else f"{seat.node} {how}"))
 
-    def generation(self, view: View, me: Me) -> bool:
-        """Say once that the generation of `view` runs without this node, `me`. Others are in the story.
-
-        Returns whether that was said now.
-        """
+    def generation(self, view: View, me: Me, tell: Callable[[Generation, tuple[str, ...]], None]) -> None:
+        """Say and `tell` once that the generation of `view` runs without this node, `me`. Others are in the story."""
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
-            return False
+            return
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
-            return False
+            return
         known, leader = {each.record.incarnation for each in view.members.values()}, view.members.get(view.oldest or "")
         runs = leader is not None and leader.record.generation == view.number
         if not runs and known.isdisjoint(each.incarnation for each in view.seats.values()):
-            return False  # That generation ended before this node joined, and the next one follows.
+            return  # That generation ended before this node joined, and the next one follows.
         self._stood_by = view.number
+        tell(new, tuple(seat.node for seat in view.order()))
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
         until = _STANDS_BY_UNTIL[me.spec.join]
-        self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
-        return True
+        cause = cause_of(self.story, new.number, new.cause)
+        self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 
     def left(self, decision: Leave, head: Commit | None, *, lost: bool = False) -> None:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
@@ -317,14 +316,6 @@ class Console:
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
-
-
-def _machine() -> str:
-    """The id of this machine's boot: monotonic times of one boot can be compared."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _ranks(first: int, count: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from elasticrt.cli.control import LeaveOptions
 from elasticrt.cli.live_run import LiveRun, live_run, options_given
@@ -19,7 +19,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted, which_steps_are_saved
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import HandoverRecord, Member, Result
+from elasticrt.rendezvous.records import Generation, HandoverRecord, Member, Result
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.protocol import KeyValue, Txn
 
@@ -81,7 +81,10 @@ def resize(arguments: argparse.Namespace) -> int:
             changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
             new = record.model_copy(update={"spec": changed, "resized": True})
             if changed == record.spec or run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
-                text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
+                generation = run.record(run.keys.generation, Generation)
+                text = (
+                    f"{where} may have {least} to {counted(most, 'node')}; it has {_here(members.values(), generation)}"
+                )
                 write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
                 return EXIT_OK
         raise StoreError("the run's options keep changing", where, remedy="Try again")
@@ -113,6 +116,13 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> 
         compares = tuple(compare for each in asked for compare in each.compares)
         operations = tuple(operation for each in asked for operation in each.operations)
         run.store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))
+
+
+def _here(members: Collection[tuple[Member, KeyValue]], generation: Generation | None) -> str:
+    """The number of these members, and how many of them the current `generation` has, if those are fewer."""
+    number = generation.number if generation is not None else 0
+    seated = sum(member.generation == number for member, _ in members)
+    return f"{len(members)}{f', {seated} of them in generation {number}' if number and seated < len(members) else ''}"
 
 
 def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:

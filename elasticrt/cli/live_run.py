@@ -14,7 +14,7 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.proc import boot_id, stat
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
@@ -23,6 +23,7 @@ from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
+from elasticrt.story.fold import Story
 from elasticrt.story.report import state
 
 E = TypeVar("E", bound=EtcdOptions)
@@ -73,12 +74,13 @@ def _lives_here(directory: Path) -> bool:
         story = run_dir.read(directory)
     except ConfigError:  # Events without the start of an agent: nobody can tell where it lives.
         return False
-    if story.result is not None:
-        return False
-    if find(directory.name) is not None:
-        return bool(story.alive())
-    # Without the process a killed agent would be taken for one that lives.
-    return story.etcd.startswith("http") and any(stat(story.pid(node)) is not None for node in story.alive())
+    return story.result is None and bool(story.alive()) and (find(directory.name) is not None or _has_processes(story))
+
+
+def _has_processes(story: Story) -> bool:
+    """Whether an agent that has noted no end is a process here: a killed one would else be taken for one that lives."""
+    machines, here = story.clocks.machines, boot_id()
+    return any(machines.get(node) == here and stat(story.pid(node)) is not None for node in story.alive())
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
@@ -160,11 +162,12 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
     if served is not None:
         return (served.address,)
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
-    if story is not None and story.etcd.startswith("http"):
-        # Its agents have accepted it. A socket has ended with the agents of its machine.
+    # Its agents have accepted it. A socket is of use on its machine, and of a bundled etcd as long as they live.
+    if story is not None and (story.etcd.startswith("http") or (story.result is None and _has_processes(story))):
         return parse_endpoints(story.etcd)
-    if story is not None and story.result is not None:
+    if story is not None and (story.result is not None or not story.alive()):
         raise has_ended(run_id, state(story))
+    run_dir.check_events(directory)
     raise ConfigError(
         "no agent of this run is on this machine",
         f"run {run_id}",

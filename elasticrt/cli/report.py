@@ -173,6 +173,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         found = [path for path in (directory / "logs").glob(pattern) if path.suffix in (".out", ".err")]
         return sorted(found, key=lambda path: (int(path.parent.name.rpartition("-")[2]), path.name))
 
+    run_dir.check_readable("logs that cannot be read", [*directory.glob("logs"), *directory.glob("logs/*"), *logs()])
     if not logs() and not arguments.follow:
         got = "nothing was printed" if rank is None else f"rank {rank} has printed nothing, or there is none"
         remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""

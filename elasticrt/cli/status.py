@@ -18,6 +18,7 @@ from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.protocol import StoreUnavailable
 from elasticrt.story import run_dir
+from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import as_object, head, state, sums
 from elasticrt.story.sentences import lasted
 from elasticrt.text import plain
@@ -57,7 +58,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             over = story is not None and not story.alive()
             without_nodes = state(story) if story is not None and over else "no node is here: they are leaving, or lost"
             standing = story.standing(time.time()) if story is not None else ""
-            here = show(run, without_nodes, waited_s=None if since is None else time.time() - since, standing=standing)
+            waited_s = None if since is None else time.time() - since
+            here = show(run, without_nodes, story, waited_s=waited_s, standing=standing)
     except (ConfigError, StoreUnavailable) as error:
         away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
         if story is None or (options.etcd and not away):  # Where an etcd was named, it should know of the run.
@@ -67,21 +69,29 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             raise
         if away:
             write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
+        elif story.result is None and story.alive():
+            write(sys.stdout, plain(f"told by its directory alone: {error}\n"))
         return not story.alive() if away else story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
     return story is not None and (story.result is not None or (over and not here))
 
 
-def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None, standing: str = "") -> bool:
+def show(
+    run: LiveRun, without_nodes: str, story: Story | None = None, *, waited_s: float | None = None, standing: str = ""
+) -> bool:
     """Print what etcd knows of the run; whether it has nodes. See `describe`. Raises ConfigError for no such run."""
     spec, _ = run.spec()
+    generation = run.record(run.keys.generation, Generation)
+    if generation is not None:
+        cause = cause_of(story, generation.number, generation.cause)
+        generation = generation.model_copy(update={"cause": cause})
     members = [member for member, _ in run.members().values()]
     lines = describe(
         run.keys.run_id,
         spec,
         members,
-        generation=run.record(run.keys.generation, Generation),
+        generation=generation,
         saved=run.record(run.keys.checkpoint, Commit),
         result=run.record(run.keys.result(spec.attempt), Result),
         without_nodes=without_nodes,

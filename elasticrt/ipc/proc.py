@@ -50,6 +50,14 @@ def machine() -> str:
         return secrets.token_hex(8)
 
 
+def boot_id() -> str:
+    """The id of this machine's boot, "" if not known: monotonic times of one boot can be compared."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def stat(pid: int | str) -> Stat | None:
     """The state of process `pid`; None if there is none."""
     try:

@@ -75,14 +75,14 @@ class Clocks:
     """Converts the times of events to seconds since 1970."""
 
     def __init__(self) -> None:
-        self._machines: dict[str, str] = {}  # By node.
+        self.machines: dict[str, str] = {}  # By node.
         self._zeros: dict[str, float] = {}  # What each machine's monotonic clock counts from.
 
     def when(self, record: events.Record) -> float:
         """When `record` happened. Ask for the records of one node in the order in which they were written."""
         if isinstance(record.event, events.AgentStarted) and record.event.machine:
-            self._machines[record.node] = record.event.machine
-        machine = self._machines.get(record.node) or f"the machine of {record.node}"
+            self.machines[record.node] = record.event.machine
+        machine = self.machines.get(record.node) or f"the machine of {record.node}"
         return self._zeros.setdefault(machine, record.time - record.at) + record.at
 
 
@@ -213,7 +213,7 @@ class Story:
 
     Attributes:
         clocks: convert the times of events.
-        run_id, etcd, run_dir: from the first agent that started; "" before.
+        run_id, run_dir: from the first agent that started, `etcd` from the newest; "" before.
         min_nodes, max_nodes: the limits of the run.
         lives: of all agents, in the order of their starts.
         chapters: the generations, in order.
@@ -399,7 +399,8 @@ class Story:
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
         if not self.lives:
-            self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
+            self.run_id, self.run_dir = event.run_id, event.run_dir
+        self.etcd = event.etcd  # A run that goes on may meet elsewhere.
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
         life = Life(record.node, event.pid, at, record.at, at, LifeSpans(at, self._courses))
         self.lives.append(life)
@@ -686,3 +687,9 @@ def story_of(*sources: Iterable[events.Record]) -> Story:
     for _, record in heapq.merge(*map(timed, sources), key=lambda each: each[0]):
         story.tell(record)
     return story
+
+
+def cause_of(story: Story | None, generation: int, said: str) -> str:
+    """Why the newest generation was made, by its story where that knows it: its leader may have `said` less."""
+    chapter = story.chapter if story is not None else None
+    return chapter.cause if chapter is not None and chapter.number == generation else said

@@ -30,7 +30,7 @@ def report(story: Story, now: float | None = None) -> list[str]:
 
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
-    nodes = list(dict.fromkeys(life.node for life in story.lives))
+    nodes = sorted({life.node for life in story.lives})
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
     return [*lines, *sums(story, now)]
 
@@ -200,7 +200,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
 
 def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
     """Seconds by bucket, for the run and for each node; for all nodes together if there are many."""
-    nodes = {node: totals(spans) for node, spans in story.spans_by_node(now).items()}
+    nodes = {node: totals(spans) for node, spans in sorted(story.spans_by_node(now).items())}
     whole = {"run": totals(story.spans(now))}
     if len(nodes) <= NODES_SHOWN:
         return whole | nodes

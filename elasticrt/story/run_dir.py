@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
@@ -20,9 +21,30 @@ def find(run: str, log_dir: str) -> Path:
     for directory in (Path(log_dir, run), Path(run)):
         if directory.is_dir() and files(directory):
             return directory
+        check_events(directory)
     got, expected = f"no events-NODE.jsonl in {Path(log_dir, run)}", "the id of a run, or its directory"
     remedy = "See `elasticrt runs`, with --log-dir DIR for one that logs elsewhere"
     raise ConfigError("no such run", run, got=got, expected=expected, remedy=remedy)
+
+
+def check_events(directory: Path) -> None:
+    """Raises ConfigError where `directory` is there, and it or its events cannot be read."""
+    if directory.is_dir():
+        check_readable("events that cannot be read", [directory, *directory.glob("events-*.jsonl")])
+
+
+def check_readable(what: str, paths: Iterable[Path]) -> None:
+    """Raises ConfigError about `what` for the first that cannot be opened. No pattern finds what is in there."""
+    for path in paths:
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        except OSError as error:
+            raise _unreadable(what, path, error) from None
+
+
+def _unreadable(what: str, path: Path, error: OSError) -> ConfigError:
+    remedy = "Check the path and its permissions"
+    return ConfigError(what, str(error.filename or path), got=error.strerror, remedy=remedy)
 
 
 def read(directory: Path) -> Story:
@@ -30,8 +52,7 @@ def read(directory: Path) -> Story:
     try:
         story = story_of(*map(records, files(directory)))
     except OSError as error:
-        what, remedy = "events that cannot be read", "Check the file and its permissions"
-        raise ConfigError(what, str(error.filename or directory), got=error.strerror, remedy=remedy) from None
+        raise _unreadable("events that cannot be read", directory, error) from None
     if not story.lives:
         got, expected = "no start of an agent", f"events of version {VERSION}"
         remedy = "Wait for the first agent's, or name another run"

@@ -13,7 +13,7 @@ from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import build_parser, main
 from elasticrt.cli.status import look
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.proc import boot_id, start_of
 from elasticrt.rendezvous.records import Generation, Keys, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
@@ -29,10 +29,16 @@ def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _run(name: str, *more: events.Event, lives: bool) -> None:
+NOBODY = 2**22 + 1
+"""No process has a greater id than 2**22."""
+
+
+def _run(
+    name: str, *more: events.Event, lives: bool, pid: int = NOBODY, etcd: str = "unix:/no/such:0", machine: str = ""
+) -> None:
     """A run with a directory; one that lives has an etcd on this machine, whose keeper is this process."""
     log = EventLog("node-0", Path("runs", name))
-    for event in (events.AgentStarted(1, name, "embedded", f"runs/{name}", "a machine", 1, 1), *more):
+    for event in (events.AgentStarted(pid, name, etcd, f"runs/{name}", machine or boot_id(), 1, 1), *more):
         log.write(event)
     log.close()
     if lives:
@@ -56,12 +62,12 @@ def test_the_only_live_run_is_meant() -> None:
         assert run.keys.run_id == "calm-fox"
 
 
-def test_the_only_live_run_may_use_a_named_etcd() -> None:
-    """It has no etcd of its own here. One whose agents were killed does not count."""
-    for name, pid in (("calm-fox", os.getpid()), ("dead-dove", 2**22 + 1)):  # No process has a greater id than 2**22.
-        log = EventLog("node-0", Path("runs", name))
-        log.write(events.AgentStarted(pid, name, "http://127.0.0.1:9", f"runs/{name}", "a machine", 1, 1))
-        log.close()
+@pytest.mark.parametrize("etcd", ["http://127.0.0.1:9", "unix:/no/such/etcd:0"])
+def test_the_only_live_run_may_use_a_named_etcd(etcd: str) -> None:
+    """It has no etcd of its own here. One whose agents were killed does not count, nor one of another machine."""
+    _run("calm-fox", lives=False, pid=os.getpid(), etcd=etcd)
+    _run("dead-dove", lives=False, etcd=etcd)
+    _run("far-finch", lives=False, pid=os.getpid(), etcd=etcd, machine="another machine")
     assert [path.name for path in live_here("runs")] == ["calm-fox"]
     with live_run(_arguments(), EtcdOptions()) as run:
         assert run.keys.run_id == "calm-fox"
@@ -74,6 +80,28 @@ def test_of_several_live_runs_none_is_chosen(command: list[str], capsys: pytest.
     _run("calm-fox", lives=True)
     assert main([*command, "--log-dir", "runs"]) == 2
     assert "which run? (RUN): got 2 live runs; expected one of calm-fox, keen-koala" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["drain", "node-0"], ["stop", "--run-id", "calm-fox"], ["status"]], ids=lambda words: words[0]
+)
+def test_an_own_etcd_that_does_not_answer(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's agents live here, so its newest etcd is asked without --etcd, at a socket too: exit code 4."""
+    _run("calm-fox", lives=False, etcd="unix:/an/earlier/etcd:0")
+    _run("calm-fox", lives=False, pid=os.getpid(), etcd="unix:/no/such/etcd:0")
+    assert main([*command, "--log-dir", "runs"]) == 4
+    said = capsys.readouterr().err
+    assert "(unix:/no/such/etcd:0)" in said
+    assert "`elasticrt doctor --etcd unix:/no/such/etcd:0` looks for the reason" in said
+
+
+def test_a_run_whose_agents_are_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its socket is of no use here: `stop` asks for --etcd, and `status` says that the directory alone has told it."""
+    _run("far-finch", lives=False, pid=os.getpid(), machine="another machine")
+    assert main(["stop", "far-finch", "--log-dir", "runs"]) == 2
+    assert "no agent of this run is on this machine (run far-finch)" in capsys.readouterr().err
+    assert main(["status", "far-finch", "--log-dir", "runs"]) == 0
+    assert "told by its directory alone: no agent of this run is on this machine" in capsys.readouterr().out
 
 
 def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +170,10 @@ def test_a_run_whose_bundled_etcd_has_died_has_not_ended() -> None:
 def test_a_run_that_has_ended(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A command that changes it says so, and how: exit code 2."""
     _run("calm-fox", events.Result("succeeded", 0, "all ended well"), lives=False)
-    assert main([*command, "--run-id", "calm-fox", "--log-dir", "runs"]) == 2
-    assert "the run has ended (run calm-fox): got succeeded: all ended well" in capsys.readouterr().err
+    _run("late-lark", events.Committed(7, 1), events.AgentStopped(143), lives=False)
+    for name, how in (("calm-fox", "succeeded: all ended well"), ("late-lark", "stopped; step 7 is saved")):
+        assert main([*command, "--run-id", name, "--log-dir", "runs"]) == 2
+        assert f"the run has ended (run {name}): got {how}" in capsys.readouterr().err
 
 
 def test_a_run_without_nodes() -> None:

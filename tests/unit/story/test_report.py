@@ -16,7 +16,7 @@ import pytest
 from elasticrt import events
 from elasticrt.cli.main import main
 from elasticrt.story.page import page
-from elasticrt.story.report import generation_table, head, report, seconds, summary
+from elasticrt.story.report import columns, generation_table, head, report, seconds, summary
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
@@ -78,7 +78,7 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     changes = [(50.0 + number, "n0", begun(number, "ab", "lost", "a lost")) for number in range(1, 60)]
     lines = report(story([*many, *changes]))
     assert len(lines) < 30
-    assert "40 nodes: n0, n1, n2, n3, n4, and 35 more" in lines
+    assert "40 nodes: n0, n1, n10, n11, n12, and 35 more" in lines
     assert "... 47 generations ..." in lines
     assert any(line.endswith("all nodes") for line in lines)
 
@@ -186,6 +186,33 @@ def test_what_a_directory_tells(run, capfd, words, code, shown):
     assert main(words.split()) == code
     said = capfd.readouterr()
     assert shown in said.out + said.err
+
+
+@pytest.mark.parametrize(("command", "code"), [("report", 2), ("status", 2), ("stop", 2)])
+def test_events_that_cannot_be_read(command, code, tmp_path, monkeypatch, capfd):
+    """It is said of which file, and why: not that there is no such run."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "keen-koala").mkdir()
+    path = tmp_path / "keen-koala" / "events-a.jsonl"
+    path.symlink_to("nowhere")  # Permissions do not stop root.
+    assert main([command, "keen-koala", "--log-dir", str(tmp_path)]) == code
+    said = capfd.readouterr().err
+    assert f"events that cannot be read ({path}): got No such file or directory. Check the path and its perm" in said
+
+
+def test_logs_that_cannot_be_read(run, capfd):
+    """They are not taken for workers that have printed nothing."""
+    path = run / "elasticrt_runs" / "calm-fox" / "logs" / "generation-2"
+    path.symlink_to("nowhere")
+    assert main(["logs", "calm-fox", "7"]) == 2
+    assert "logs that cannot be read (" in capfd.readouterr().err
+
+
+def test_nodes_are_in_the_order_of_their_names():
+    """As `status` shows them, whichever agent was first."""
+    entries = [(at, {"a": "n2", "b": "n1"}[node], event) for at, node, event in THREE_STEPS]
+    assert head(story(entries))[1] == "2 nodes: n1, n2"
+    assert list(columns(story(entries))) == ["run", "n1", "n2"]
 
 
 def test_the_list_of_runs_says_which_node_is_slow(tmp_path, capsys):

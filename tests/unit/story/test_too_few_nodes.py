@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.change_run import _consequence
+from elasticrt.cli.change_run import _consequence, _here
 from elasticrt.cli.status import describe
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Member, SpecRecord
@@ -187,6 +187,14 @@ def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float 
         saved=None, result=None, without_nodes="nobody is here", waited_s=waited_s)  # fmt: skip
     assert lines[0] == f"run r: {words}"
     assert ("  a: waiting, " in lines[-1]) is waits
+
+
+def test_resize_says_how_many_nodes_are_not_in_the_generation() -> None:
+    """Those that stand by or start; nothing where all are, and before there is a generation."""
+    runs = (MEMBER.model_copy(update={"generation": 2}), None)
+    assert _here([runs, runs, (MEMBER, None)], agreed(waits=False)) == "3, 2 of them in generation 2"
+    assert _here([runs, runs], agreed(waits=False)) == "2"
+    assert _here([(MEMBER, None)], None) == "1"
 
 
 def test_what_follows_from_a_minimum_above_the_number_of_nodes() -> None:

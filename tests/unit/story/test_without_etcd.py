@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from elasticrt import events
+from elasticrt.agent.console import Console
+from elasticrt.event_log import EventLog
 from elasticrt.story.board import board
+from elasticrt.story.fold import cause_of
 from elasticrt.story.report import as_object, report, state, summary
 from elasticrt.story.sentences import doing, now_at
-from tests.unit.story.told import THREE_STEPS, Entry, begun, story
+from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 AWAY: list[Entry] = [
     *THREE_STEPS,
@@ -62,3 +67,34 @@ def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
     told = story([*(AWAY if missed else THREE_STEPS), *fresh, (9.5, "a", begun(2, "ab", "start", in_place=False))])
     assert told.chapter.cause == "etcd had died, and a fresh one was started"
     assert told.times_without_etcd() == [(6.0, 9.0)]
+    assert cause_of(told, 2, "start") == told.chapter.cause
+    assert cause_of(told, 3, "start") == cause_of(None, 2, "start") == "start", "of which the story does not tell"
+
+
+def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
+    """It had seen etcd die, and the leader's own word for what follows is "start"."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="b", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, "ab", "start"), events.EtcdAway(3.0, fresh=True)):
+        console.events.write(event)
+    new = SimpleNamespace(number=2, attempt=1, nodes=1, world_size=1, cause="start")
+    a = SimpleNamespace(node="a", incarnation="a" * 16)
+    view = SimpleNamespace(
+        generation=SimpleNamespace(record=new), number=2, roster_known=True, seat_of=lambda *_: None, order=lambda: [a],
+        members={"a": SimpleNamespace(record=SimpleNamespace(incarnation=a.incarnation, generation=2))}, oldest="a",
+        seats={"a": a},
+    )  # fmt: skip
+    me = SimpleNamespace(record=SimpleNamespace(node="b", incarnation="b" * 16), attempt=1)
+    me.spec = SimpleNamespace(join="budget")
+
+    def stands_by(_, names):
+        console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False)) | {"index": -1}))
+
+    for _ in range(2):
+        console.generation(view, me, stands_by)
+    console.events.close()
+    said = capsys.readouterr().err
+    assert (
+        said.count("generation 2: etcd had died, and a fresh one was started, 1 node, world size 1 (standing by") == 1
+    )
