@@ -417,7 +417,7 @@ class Paused(Stalled):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing.
+    """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
     The node of rank 0 finds it; the others hear it from there, and write it as well.
 

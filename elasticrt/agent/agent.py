@@ -454,6 +454,8 @@ class Agent(Side):
                 if self.member.me.record.draining and not decision.saving and not decision.others_go_on:
                     # Nobody goes on, and what was to be saved was not agreed on in time.
                     decision = replace(decision, saving=self.node.progress.step() or 0)
+                self.node.progress.remember()
+                self.node.progress.tell()  # `stop` looks at the last step when the key is gone.
                 told = self.membership.leave(self.member, seat_too=True)
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM

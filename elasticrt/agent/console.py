@@ -288,7 +288,10 @@ class Console:
         reached = head.reached if head is not None else 0
         behind = decision.saving if reached < decision.saving else 0
         if lost:
-            self.say(which_steps_are_saved(reached, behind), "unsaved", level="error")
+            stand, why = self.story.stand, ""
+            if stand is not None and stand.culprit.ranks:
+                why = f"; {stand.told(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
+            self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
         saved = f"{which_steps_are_saved(reached)}; " if (reached or behind) and not lost else ""
         if behind and not lost:
             saved += f"the node of rank 0 says whether step {behind:,} is; "

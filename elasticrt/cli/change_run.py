@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
 from elasticrt.cli.control import LeaveOptions
 from elasticrt.cli.live_run import LiveRun, live_run, options_given
@@ -22,6 +23,7 @@ from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Generation, HandoverRecord, Member, Result
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.protocol import KeyValue, Txn
+from elasticrt.story.run_dir import has_events, read
 
 ASKED_AT_ONCE = 64
 """Nodes that one transaction asks to leave; etcd takes 128 operations."""
@@ -62,11 +64,18 @@ def stop(arguments: argparse.Namespace) -> int:
         result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
         handover = run.record(run.keys.handover, HandoverRecord) if result is None else None
         reached = saved.reached if saved is not None else 0
-        left_after = handover.step if handover is not None and handover.save else 0
+        last = left_after(handover, run.directory) if handover is not None and handover.save else 0
         ended = f"{result.status}: {result.reason}" if result is not None else "stopped"
-        steps = f"; {which_steps_are_saved(reached, left_after)}" if reached or left_after else ""
+        steps = f"; {which_steps_are_saved(reached, last)}" if reached or last else ""
         write(sys.stdout, f"run {run_id} {ended}{steps}\n")
-    return EXIT_CHECKPOINT if left_after > reached else EXIT_OK
+    return EXIT_CHECKPOINT if last > reached else EXIT_OK
+
+
+def left_after(handover: HandoverRecord, directory: Path) -> int:
+    """The last step before a leave for `handover`: the agreed one, unless the run's events say that it has hung."""
+    story = read(directory) if has_events(directory) else None
+    current = story is not None and story.chapter is not None and story.chapter.number == handover.generation
+    return handover.step - (current and story is not None and story.newest == handover.step - 1)
 
 
 def resize(arguments: argparse.Namespace) -> int:

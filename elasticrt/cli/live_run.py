@@ -93,10 +93,11 @@ def which_run(live: Sequence[str] = ()) -> ConfigError:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run, by its keys in etcd."""
+    """A run, by its keys in etcd. Its `directory` has events if it is on this machine."""
 
     store: Store
     keys: Keys
+    directory: Path
 
     def spec(self) -> tuple[SpecRecord, int]:
         """What its nodes have agreed on, and the revision of that. Raises ConfigError when there is no such run."""
@@ -149,7 +150,7 @@ def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveR
     endpoints = where_etcd_is(options)[0] or _etcd_of(run_id, directory)
     store = EtcdStore(endpoints, read_credentials(options))
     try:
-        yield LiveRun(store, Keys(run_id))
+        yield LiveRun(store, Keys(run_id), directory)
     except StoreUnavailable as error:
         remedy = f"`elasticrt doctor --etcd {','.join(map(str, endpoints))}` looks for the reason"
         raise StoreUnavailable(f"{error}. {remedy}") from error

@@ -131,6 +131,7 @@ def find(
     own: str = "",
     *,
     again: bool = False,
+    alone: bool = False,
 ) -> Culprit | None:
     """The finding from all positions; None if no rank waits, or too many are late.
 
@@ -141,6 +142,8 @@ def find(
         own: the node that has asked.
         again: it will ask once more. Until then only ranks that do something else than train are found, and only when
             all nodes have told of theirs: what is known of collectives may still be from before.
+        alone: the run has one worker. Nobody waits for it, so it is named where a step is expected of it, unless it
+            compiles.
     """
     if again and (silent or not all(by_node.values())):
         return None
@@ -149,6 +152,8 @@ def find(
     halted = [each for each in all_ranks if each.state in ("T", "t", "Z")]
     if halted:
         return _culprit(halted, all_ranks, most)
+    if alone:
+        return _culprit([each for each in all_ranks if each.stepping and each.doing != "compile"], all_ranks, most)
     waiting = [each for each in all_ranks if _waits(each, most)]
     busy = [each for each in all_ranks if not _waits(each, most) and not (again and each.doing == "gradients")]
     if not waiting:

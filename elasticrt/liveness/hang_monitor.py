@@ -258,10 +258,14 @@ class HangMonitor:
         if not self.positions:
             return
         own = self._settings.node
-        by_node = {own: self.positions, **dict(_positions(others))}
+        by_node: dict[str, Sequence[Position]] = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
-        culprit, age_s = find(by_node, silent, names, own, again=bool(self._stand.asks)), self._age_s()
+        alone = len(nodes) == self._settings.workers == 1
+        if alone and not (self._looped and (self._pace.first or self._stand.times > 1)):
+            # A script without a Loop may evaluate between two steps, and a first step may take long.
+            by_node[own] = [replace(each, stepping=False) for each in self.positions]
+        culprit, age_s = find(by_node, silent, names, own, again=bool(self._stand.asks), alone=alone), self._age_s()
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             self._tell(generation, replace(culprit, step=self._own_step()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -130,6 +131,21 @@ def test_a_node_that_leaves_without_a_handover_says_what_is_not_saved(reached, l
     head = SimpleNamespace(reached=reached) if reached else None
     console.left(Leave("not handed over within 15 s", saving=75), head, lost=lost)
     assert said in capsys.readouterr().err
+
+
+def test_a_leave_that_a_hang_keeps_from_saving_names_it(tmp_path, capsys):
+    """What is not saved, the rank that makes no step, and what to do about it."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, "a", "start"), events.FirstStep(1, 1, 0, None, None), events.Step(1, 75, 0, {})):
+        console.events.write(event)
+    console.events.write(events.Culprit(1, 75, 4.0, (0,), ("a",), "rank 0 on a sleeps"))
+    console.left(Leave("not handed over within 15 s", saving=75), None, lost=True)
+    said = (
+        r"not: the last checkpoint .*; no step for [45] s after step 75: rank 0 on a sleeps\. A shorter --hang-timeout"
+    )
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(1, "epoch 3  loss 0.5  checkpoint 38"), (0, "step 1")])

@@ -93,4 +93,4 @@ def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        status.show(LiveRun(store, keys), "nobody is here")
+        status.show(LiveRun(store, keys, Path("runs")), "nobody is here")

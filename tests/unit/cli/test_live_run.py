@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from elasticrt import events
+from elasticrt.cli.change_run import left_after
 from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import build_parser, main
 from elasticrt.cli.status import look
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import boot_id, start_of
-from elasticrt.rendezvous.records import Generation, Keys, Result, SpecRecord
+from elasticrt.rendezvous.records import Generation, HandoverRecord, Keys, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served, find, locked, record_of, write_record
@@ -176,9 +177,22 @@ def test_a_run_that_has_ended(command: list[str], capsys: pytest.CaptureFixture[
         assert f"the run has ended (run {name}): got {how}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("generation", "step", "last"),
+    [(1, 101, 101), (1, 100, 100), (1, 90, 101), (2, 100, 101), (None, 0, 101)],
+    ids=["it was made", "it was only begun", "events are late", "of another generation", "the run is elsewhere"],
+)
+def test_what_was_finished_before_a_leave(generation: int | None, step: int, last: int) -> None:
+    """`stop` counts the agreed step unless the run's events say that its generation has finished the one before."""
+    if generation is not None:
+        begun = events.Generation(generation, 1, "start", "start", 0, ("node-0",), 0, 0, False, False)
+        _run("calm-fox", begun, events.Progress(generation, step, 0.0, 0.0, 0.0), lives=False)
+    assert left_after(HandoverRecord(generation=1, cause="x", step=101, save=True), Path("runs/calm-fox")) == last
+
+
 def test_a_run_without_nodes() -> None:
     """One whose first node is starting is not one that is over; of one with a result it is said how it has ended."""
-    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"))
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"), Path("runs"))
     assert "no node of this run has registered yet (run calm-fox)" in str(run.without_nodes())
     generation = Generation(
         number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=5001,

@@ -162,6 +162,24 @@ def test_nobody_is_named(positions: list[Position]) -> None:
     assert find({"n0": positions}) is None
 
 
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        pytest.param(_at(0, "code"), "rank 0 on n0 is in the script's own code: train.py:4 in f", id="code"),
+        pytest.param(_at(0, "gradients"), "rank 0 on n0 computes gradients: train.py:9 in f", id="gradients"),
+        pytest.param(_at(0, "loader"), "rank 0 on n0 waits for its data loader: train.py:6 in f", id="loader"),
+        pytest.param(_at(0, "compile"), None, id="compile"),
+        pytest.param(_at(0, "code", stepping=False), None, id="no step is expected"),
+        pytest.param(_at(0, "", stepping=False, state="T"), "rank 0 on n0 is stopped by a signal (SIGSTOP)", id="T"),
+    ],
+)
+def test_the_only_rank_of_a_run(position: Position, words: str | None) -> None:
+    """It is named where a step is expected, although nobody waits for it."""
+    found = find({"n0": [position]}, own="n0", alone=True)
+    assert (found.reason if found is not None else None) == words
+    assert found is None or (found.ranks, found.nodes) == ((0,), ("n0",))
+
+
 def test_a_pause_is_no_mistake() -> None:
     """Who is in no step may be right: that is known of the finding, and not of one that a signal has stopped."""
     waits, pauses = _at(0), _at(1, "code", stepping=False)

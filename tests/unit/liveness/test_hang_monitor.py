@@ -195,6 +195,41 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     assert named == [[], [], [(0,)]]
 
 
+@pytest.mark.parametrize(
+    ("entered", "made", "named"),
+    [
+        pytest.param(6, True, [(0,), (0,)], id="after a step"),
+        pytest.param(6, False, [(), (0,)], id="in the first step of a generation"),
+        pytest.param(0, True, [(), ()], id="without a Loop"),
+    ],
+)
+def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, named: list[tuple[int, ...]]) -> None:
+    """Where a step of its Loop does not end; a first step is given until the second look."""
+    event_log, kept = EventLog("n0", None), []
+    event_log.follow(lambda record: kept.append(record.event))
+    found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+    lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
+    monitor = HangMonitor(
+        settings_of(tmp_path), found.put, event_log, lambda _: None,
+        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)), state_of=lambda _: "S",
+    )  # fmt: skip
+    page, now = StatusPage(StatusPage.create()), time.monotonic()
+    page.entered, page.stepping, page.restored_at_ns = entered, int(entered > 0), int((now - 6) * 1e9)
+    page.beat_at_ns, page.beats = (0, 0) if entered else (int((now - 6) * 1e9), 5)
+    page.step, page.step_at_ns = (5, int((now - 6) * 1e9)) if entered and made else (0, 0)
+    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
+    seen = []
+    for looked_at in (now, now + 10):
+        monitor.look(looked_at, [page], held=False)
+        monitor.look_closer(looked_at, [page], group, 2, ask_s=[0.0])
+        monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+        assert monitor.is_to_ask(looked_at, first=True)
+        monitor.blame(2, {"n0": ""}, {}, {})
+        seen.append(kept[-1].ranks if kept else ())
+    page.close()
+    assert seen == named
+
+
 def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
     """W18: once each, by an event, so that nobody is called slow for ever."""
     kept: list[events.Straggler] = []

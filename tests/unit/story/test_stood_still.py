@@ -77,6 +77,20 @@ def test_a_hang_is_no_training(more, node, expected):
     assert {name: spent.get(name, 0.0) for name in expected} == pytest.approx(expected)
 
 
+def test_a_hang_of_the_only_worker_is_in_every_view():
+    """It is `detect` from the last step to the end of the agent, and no training."""
+    one = [each for each in THREE_STEPS if each[1] == "a" and not isinstance(each[2], events.Generation)]
+    hang = events.Culprit(1, 20, 3.5, (0,), ("a",), "rank 0 on a is in the script's own code: t.py:7 in f")
+    told = [*one, (2.0, "a", begun(1, "a", "start")), AT_SIX, (8.0, "a", progress(20)), (9.5, "a", hang),
+        (18.0, "a", progress(20))]  # fmt: skip
+    lasts = story(sorted(told, key=lambda each: each[0]))
+    text = f"no step for 12 s after step 20: {hang.reason}"
+    assert (state(lasts, 18.0), lasts.standing_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
+    assert text in board(lasts, 18.0)["state"]
+    over = totals(story([*sorted(told, key=lambda each: each[0]), (20.0, "a", events.AgentStopped(5))]).spans())
+    assert over["detect"] == pytest.approx(14.0)
+
+
 def test_a_pause_is_no_hang():
     """Time in `loop.pause` counts as that, although there is no step."""
     entries = [
