@@ -297,7 +297,9 @@ class LifeSpans:
             self._stand_from(end, event.phases)
         else:
             self._to(end, SET_UP)
+        # Generations in between have come to no step. Where that was a hang, it is told as while it lasted.
         between = [course for number, course in self._courses.items() if self._generation < number < event.generation]
+        stands = [(each.stands_since, each.over_at) for each in between if each.stands_since is not None]
         self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
@@ -312,10 +314,9 @@ class LifeSpans:
                 bucket = REFORM
             elif short and bucket == AGREE:
                 bucket = WAITING
-            for course in between:  # They have come to no step: where that was a hang, it is told as while it lasted.
-                if course.stands_since is not None:
-                    self._to(min(end, course.stands_since), bucket)
-                    self._to(min(end, course.over_at), DETECT)
+            for since, until in stands:
+                self._to(min(end, since), bucket)
+                self._to(min(end, until), DETECT)
             self._to(end, bucket)
 
     def _progressed(self, event: events.Progress, at: float) -> None:
