@@ -111,6 +111,7 @@ class Agent(Side):
         self.hurry = False
         self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
         self.spared: set[str] = set()  # Nodes that were drained for being slow.
+        self.saved: Commit | None = None  # The newest checkpoint that this node has committed.
         self.last_signal = signal.SIGTERM
         self._signals = 0
         self._decision: Decision = Wait("not decided yet")
@@ -291,7 +292,7 @@ class Agent(Side):
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._ask_store(event)
             case Commit():
-                took_s = round(self.node.saving_s(), 3)
+                self.saved, took_s = event, round(self.node.saving_s(), 3)
                 self.console.events.write(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
@@ -504,15 +505,16 @@ class Agent(Side):
     def _newest(self) -> tuple[Commit | None, bool]:
         """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
 
-        One that this node knows of is on its disk, also when etcd has forgotten it.
+        One that this node has committed or heard of is on its disk, also when etcd has forgotten it.
         """
-        known = self.member.view.head
+        heard = self.member.view
         try:
             found = self.membership.driver.run(self.member.newest_head())
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             return None, False
-        return found or (known.record if known is not None else None), True
+        known = [each for each in (self.saved, heard.head.record if heard.head else None) if each is not None]
+        return found or max(known, key=lambda each: each.reached, default=None), True
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""

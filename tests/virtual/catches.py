@@ -101,6 +101,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "rank 0 is not where the copy is": ("S6", "the newest copy is not rank 0's"),
     "copies of the last generation are kept": ("S6", "some workers hang and their copy is not known"),
     "what a fenced node holds comes back with it": ("S6", "a node that was cut off comes back with its copies"),
+    "what etcd has forgotten was never saved": (
+        "S12",
+        "etcd's data are gone when a node that has saved leaves at once",
+    ),
     "a damaged copy is offered again": ("L6", "all copies are damaged"),
     "all start anew, whoever could go on": ("L9", "a worker is killed, and all others go on"),
     "all go on, and nobody has the state": ("S18", "the only one that has the state drains, and another has set up"),

@@ -92,8 +92,9 @@ class Copier:
 def check(history: Invariants, new: Generation, first: Seat) -> None:
     """S5, S6: what a generation resumes from in memory.
 
-    It is newer than the head and descends from it; the generation that is replaced has taken it, or has resumed from
-    the very same state; and it is kept by the node with rank 0, in the life that has taken it.
+    It is newer than the head and descends from it; the generation that is replaced, or one that it has gone on from in
+    place, has taken it, or has resumed from the very same state; and it is kept by the node with rank 0, in the life
+    that has taken it.
     """
     if new.memory is None:
         return
@@ -106,8 +107,10 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     require(place == (copy.node, copy.incarnation), "S6", f"{text}, which another life than rank 0's has taken")
     steps = tuple(step for step, _ in copy.trained)
     require(steps == tuple(range(1, new.memory.step + 1)), "S5", f"{text}, which was trained on {steps}")
-    resumed = before.memory is not None and copy.trained == copies[before.memory.digest].trained
-    known = resumed or copy.taken_in in history.one_history()
+    generations = history.one_history()
+    begun = generations[-1].memory
+    resumed = begun is not None and copy.trained == copies[begun.digest].trained
+    known = resumed or copy.taken_in in {generation.nonce for generation in generations}
     require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
     require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
     base = history.sim.disk[head.nonce] if head is not None else ()

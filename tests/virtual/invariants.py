@@ -305,14 +305,10 @@ class Invariants:
             further = [each.step for each in workers if each.healthy and each.whole and each.step > step]
             require(not further, "S13", f"the run gives up with {further} steps and {step} saved")
 
-    def one_history(self) -> set[str]:
-        """The present generation's nonce, and those of all that it has gone on from in place."""
-        nonces = set()
-        for generation in reversed(self.generations):
-            nonces.add(generation.nonce)
-            if not generation.in_place:
-                break
-        return nonces
+    def one_history(self) -> list[Generation]:
+        """The present generation and all that it has gone on from in place; the last is the one that was started."""
+        started = max(index for index, each in enumerate(self.generations) if not each.in_place)
+        return self.generations[started:][::-1]
 
     def _s6_result(self, new: Result) -> None:
         if new.code == EXIT_CHECKPOINT and disks.NOBODY_HAS_IT in new.text:

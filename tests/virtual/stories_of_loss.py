@@ -399,5 +399,17 @@ LOSSES: list[Plan] = [
         Fault(5.0, "resize", "", 2.0, "1:2"),
         Fault(6.0, "resize", "", 0.0, "1:3"),
     ),
+    story(
+        "etcd's data are gone when a node that has saved leaves at once",
+        1,
+        Fault(0.0, "pause_node", "n0", 2.0, on="committed step=5"),
+        Fault(0.5, "wiped", on="committed step=5"),
+        Fault(1.0, "leave", "n0", on="committed step=5"),
+        Fault(1.1, "leave", "n0", on="committed step=5"),
+        own_disks=True,
+        loops=True,
+        commit_every=5,
+        safety_s=15.0,
+    ),
     story("a run is resized as it ends", 2, Fault(2.0, "resize", "", 5.0, "1:3"), ends_after=6),
 ]
