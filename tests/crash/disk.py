@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class Recorder:
         """Files that are created are followed; so are directories."""
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
         full = self._path(path, dir_fd)
-        if flags & os.O_DIRECTORY:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):  # However it is opened.
             self._directories[fd] = full
         elif flags & os.O_CREAT:
             assert flags & os.O_EXCL, "files are created, never written over"
