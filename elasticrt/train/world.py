@@ -123,7 +123,9 @@ class World:
         """
         try:
             self._page.stepping = 0
-            if not self.in_place.possible or collectives.alone() or self._saving.is_first:
+            if not self.in_place.possible or collectives.alone():
+                save()
+            elif self._saving.is_first:
                 self._save_for_others(save)
             else:
                 self._wait_for_save()
@@ -142,9 +144,6 @@ class World:
 
     def _save_for_others(self, save: Callable[[], object]) -> None:
         """Save, and see that those know of it who wait for that: this process may end, and the store with it."""
-        if not self.in_place.possible or collectives.alone():
-            save()
-            return
         store = dist.distributed_c10d._get_default_store()
         store.set(_SAVED, "")
         save()

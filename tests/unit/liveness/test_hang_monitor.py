@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -169,16 +170,22 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
 
 
-def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
-    """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
+def monitor_of_one_that_is_stuck(directory: Path) -> tuple[HangMonitor, queue.SimpleQueue[Stacks], list[Any]]:
+    """A monitor to which each look shows the same line, the stacks that it takes, and the events that it writes."""
     event_log, kept = EventLog("n0", None), []
     event_log.follow(lambda record: kept.append(record.event))
     found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
     lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
     monitor = HangMonitor(
-        settings_of(tmp_path), found.put, event_log, lambda _: None,
+        settings_of(directory), found.put, event_log, lambda _: None,
         take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)), state_of=lambda _: "S",
     )  # fmt: skip
+    return monitor, found, kept
+
+
+def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
+    """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
     page = StatusPage(StatusPage.create())
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
     group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
@@ -205,14 +212,7 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
 )
 def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, named: list[tuple[int, ...]]) -> None:
     """Where a step of its Loop does not end; a first step is given until the second look."""
-    event_log, kept = EventLog("n0", None), []
-    event_log.follow(lambda record: kept.append(record.event))
-    found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
-    lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
-    monitor = HangMonitor(
-        settings_of(tmp_path), found.put, event_log, lambda _: None,
-        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)), state_of=lambda _: "S",
-    )  # fmt: skip
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
     page, now = StatusPage(StatusPage.create()), time.monotonic()
     page.entered, page.stepping, page.restored_at_ns = entered, int(entered > 0), int((now - 6) * 1e9)
     page.beat_at_ns, page.beats = (0, 0) if entered else (int((now - 6) * 1e9), 5)
