@@ -74,8 +74,9 @@ def stop(arguments: argparse.Namespace) -> int:
 def left_after(handover: HandoverRecord, directory: Path) -> int:
     """The last step before a leave for `handover`: the agreed one, unless the run's events say that it has hung."""
     story = read(directory) if has_events(directory) else None
-    current = story is not None and story.chapter is not None and story.chapter.number == handover.generation
-    return handover.step - (current and story is not None and story.newest == handover.step - 1)
+    if story is None or story.chapter is None or story.chapter.number != handover.generation:
+        return handover.step
+    return story.newest if story.newest == handover.step - 1 else handover.step
 
 
 def resize(arguments: argparse.Namespace) -> int:
