@@ -281,10 +281,13 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
 
 def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
-    """Ask members that were out of reach again, once in a lease term, before the leader waits or publishes."""
+    """Ask members that were out of reach again before the leader waits or publishes.
+
+    Once in a lease term, and when somebody has answered since: perhaps it was the leader who was out of reach.
+    """
     absent = unavailable(led.view)
-    asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in absent)
-    again = min(asked, default=math.inf) + led.spec.lease_ttl_s
+    asked_at = min((led.view.verdicts[entry.record.incarnation].asked_at for entry in absent), default=math.inf)
+    again = asked_at + led.spec.lease_ttl_s if asked_at >= led.heard_at else led.now
     if led.now >= again and isinstance(decision, Wait | Publish):
         return Probe("can they be reached by now?", seats_for(absent))
     if absent and isinstance(decision, Wait):

@@ -111,8 +111,9 @@ class LeaderContext:
 
     @cached_property
     def heard_at(self) -> float:
-        """When the newest question was put that one of the seats' nodes has answered; before all time if none has."""
-        return max((verdict.asked_at for verdict in self._newest if verdict.kind == "alive"), default=-math.inf)
+        """When the newest question was put that another node has answered; before all time if none has."""
+        answered = (verdict.asked_at for verdict in self.view.verdicts.values() if verdict.kind == "alive")
+        return max(answered, default=-math.inf)
 
     @cached_property
     def _newest(self) -> list[Verdict]:

@@ -37,6 +37,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L6",
         "a node comes back together with a newcomer, and both complete a generation",
     ),
+    "who was out of reach is not asked when another has answered since": (
+        "L7",
+        "a leader hears nobody as a node registers again, and a newcomer when that is over",
+    ),
     "a node's goodbye takes its failure with it": (
         "S13",
         "a failure that no restart can cure, on a node that leaves before the leader has heard of it",

@@ -52,6 +52,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
+    "who was out of reach is not asked when another has answered since": (
+        (_DECIDE, "_asking_again", " if asked_at >= led.heard_at else led.now", ""),
+    ),
     "a leader hears of its own report as late as of others'": (
         (_HANDLER, "Replica.write", "for operation in txn.operations:", "for operation in () if ' reports ' in txn.why else txn.operations:"),
     ),

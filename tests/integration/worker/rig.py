@@ -50,7 +50,7 @@ class Rig:
         self.group = WorkerGroup(self.events.put, logs=logs, console=WorkerConsole({}))
         self.group.use(self.parent)
         self.generation = 0
-        self.run_dir = Path()
+        self.run_dir = Path("no run yet")
         try:
             self.warm = self.wait(Warm)
         except BaseException:
@@ -67,7 +67,8 @@ class Rig:
             try:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                pytest.fail(f"no {kind.__name__} within {WAIT_S} s; there were {passed}")
+                said = {path.name: path.read_text(errors="replace") for path in self.run_dir.glob("logs/*/*.*")}
+                pytest.fail(f"no {kind.__name__} within {WAIT_S} s; there were {passed}, and {said}")
             passed.append(event)
             if seen is not None:
                 seen.append(event)
