@@ -107,6 +107,7 @@ class Agent(Side):
         self.health: HealthServer | None = None
         self.spec = spec
         self.drain_until: float | None = None
+        self.late = False  # Whether it leaves because it could not hand over in time.
         self.alone_at: float | None = None
         self.hurry = False
         self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
@@ -186,6 +187,7 @@ class Agent(Side):
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
+            self.late = True
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
             member.me = replace(member.me, leaving=late)
         if self.alone_at is not None and now >= self.alone_at:
@@ -455,6 +457,7 @@ class Agent(Side):
                 if self.member.me.record.draining and not decision.saving and not decision.others_go_on:
                     # Nobody goes on, and what was to be saved was not agreed on in time.
                     decision = replace(decision, saving=self.node.progress.step() or 0)
+                reached = self.node.progress.step() or 0
                 self.node.progress.remember()
                 self.node.progress.tell()  # `stop` looks at the last step when the key is gone.
                 told = self.membership.leave(self.member, seat_too=True)
@@ -465,7 +468,7 @@ class Agent(Side):
                 head, known = self._newest() if told and (saves or self.console.narrates) else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.saving)
                 if self.node.misfit is None or decision.saving:
-                    self.console.left(decision, head, lost=lost)
+                    self.console.left(decision, head, lost=lost, late_after=reached if self.late else 0)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED
@@ -513,8 +516,8 @@ class Agent(Side):
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             return None, False
-        known = [each for each in (self.saved, heard.head.record if heard.head else None) if each is not None]
-        return found or max(known, key=lambda each: each.reached, default=None), True
+        known = [each for each in (found, self.saved, heard.head.record if heard.head else None) if each is not None]
+        return max(known, key=lambda each: each.reached, default=None), True
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""

@@ -277,12 +277,16 @@ class Console:
         cause = cause_of(self.story, new.number, new.cause)
         self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 
-    def left(self, decision: Leave, head: Commit | None, *, lost: bool = False) -> None:
+    def left(self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0) -> None:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
 
-        `lost`: the step that this node was to save is not saved, and nobody saves it any more.
+        `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
+        that its workers have finished, if they could not hand over in time.
         """
         if decision.others_go_on:
+            if late_after > (head.reached if head is not None else 0):
+                text = f"step {late_after:,} was not handed over, and no checkpoint has it"
+                self.say(f"{text}: it is lost unless another node's workers go on with it", "unsaved", level="error")
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
         reached = head.reached if head is not None else 0

@@ -80,6 +80,10 @@ for the copies of survivors that cannot go on in place."""
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
+AT_ONCE_S = 1.0
+"""Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One that
+took longer may have been this node's own, and over by the time that another node answers."""
+
 SILENCE_TERMS = 2
 """A silence explains a missing key if it began at most this many lease terms before the key went: the node has lost its
 lease, or was fenced. A node that kept its key for longer has reached etcd meanwhile, and has to be asked again."""
@@ -233,6 +237,10 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
     if unasked:
         return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
+    verdict = view.verdicts[leader.record.incarnation]
+    heard_at = max((said.asked_at for said in asked.values() if said and said.kind == "alive"), default=-math.inf)
+    if heard_at > verdict.asked_at + AT_ONCE_S:
+        return Probe(f"the leader {name} was silent: is it still, as the others can be reached?", seats_for([leader]))
     lives = {seat.incarnation for seat in others}
     led = [said for life, said in view.verdicts.items() if life not in lives and said.asked_at >= since]
     known = [*filter(None, asked.values()), *led]

@@ -34,6 +34,7 @@ class Me:
         going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
+        reached: the step that its workers have finished in generation `running`; 0 for none, or without a Loop.
     """
 
     record: Member
@@ -55,6 +56,7 @@ class Me:
     going: int = 0
     leaving: str = ""
     pause_s: float = 1.0
+    reached: int = 0
 
 
 @dataclass(frozen=True)

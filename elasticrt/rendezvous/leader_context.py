@@ -419,7 +419,8 @@ def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -
     """
     before, step = led.generation.restarts, led.view.head.record.reached if led.view.head else 0
     failures = [entry.record.failure for entry in failed if entry.record.failure]
-    beats = max((failure.beats for failure in failures), default=0)
+    # A newcomer that fails before its first step does not know how far the run is. The leader may.
+    beats = max([led.me.reached, *(failure.beats for failure in failures)])
     loaded = max((failure.loaded for failure in failures), default=0)
     further = beats > before.beats or loaded > before.loaded
     further = further or (beats > 0 and led.now - led.since >= LONG_S)

@@ -259,15 +259,17 @@ class Member:
         """Write the roster, then swap the generation; take the roster back if another leader was faster."""
         keys, before = self.replica.keys, self.view.generation
         chunks = roster_chunks(decision.seats, self._seats_per_chunk)
-        generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks))
+        seats = () if chunks else decision.seats
+        generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks), seats=seats)
         for txn in transactions.roster(keys, generation.nonce, chunks):
             yield Transact(txn)
         absent = sorted(self.view.seats.keys() - self.view.members.keys())
         txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None, absent)
-        discard = transactions.discard_roster(keys, generation.nonce)
+        discard = transactions.discard_roster(keys, generation.nonce) if chunks else None
         if not (yield from self.replica.write(txn, otherwise=discard)):
             return False
-        yield from self.replica.fold_range(keys.roster(generation.nonce))
+        if chunks:
+            yield from self.replica.fold_range(keys.roster(generation.nonce))
         return True
 
     def begin_life(self) -> None:

@@ -219,10 +219,15 @@ class Draft(Record):
 
 
 class Generation(Draft):
-    """A draft as it is published: with a nonce that no other has, by which its roster is found."""
+    """A draft as it is published: with a nonce that no other has, by which its roster is found.
+
+    The seats of a small one are in it: a read less between a change and the workers' new seats. Of a larger one each
+    node reads the chunk that its own seat is in.
+    """
 
     nonce: Hex16
-    chunks: Annotated[int, Field(ge=1)]
+    chunks: Count
+    seats: tuple[Seat, ...] = Field(default=(), strict=False)
 
 
 class Report(Record):
@@ -345,8 +350,10 @@ def chunk_of(node: str, chunks: int) -> int:
 
 
 def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
-    """Distribute seats over chunks by node name; a chunk has `size` on average."""
-    count = max(1, -(-len(seats) // size))
+    """Distribute seats over chunks by node name; a chunk has `size` on average. None if one would hold them all."""
+    count = -(-len(seats) // size)
+    if count <= 1:
+        return ()
     chunks: list[list[Seat]] = [[] for _ in range(count)]
     for seat in seats:
         chunks[chunk_of(seat.node, count)].append(seat)

@@ -173,11 +173,9 @@ def publish(
     """
     cleanup: tuple[Put | Delete, ...] = ()
     if before is not None:
-        cleanup = (
-            Delete(keys.roster(before.nonce)),
-            Delete(keys.reports(before.number)),
-            Delete(keys.handover),
-        )
+        cleanup = (Delete(keys.reports(before.number)), Delete(keys.handover))
+        if before.chunks:
+            cleanup = (Delete(keys.roster(before.nonce)), *cleanup)
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),

@@ -160,7 +160,7 @@ class View:
     def witnesses(self, seat: Seat) -> list[Seat]:
         """Others of the generation that know this seat: those of its chunk. All know the leader's, by its key."""
         others = [each for each in self.seats.values() if each.node not in (self.node, seat.node)]
-        if self.generation is None or seat.node not in self.seats:
+        if self.generation is None or seat.node not in self.seats or not self.generation.record.chunks:
             return others
         chunks = self.generation.record.chunks
         return [each for each in others if chunk_of(each.node, chunks) == chunk_of(seat.node, chunks)]
@@ -223,14 +223,17 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
             view = replace(view, seats={}, roster_nonce=nonce)
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
     if view.complete and view.roster_complete:
-        # A new leader gives a seat without a key a whole lease term from now: it has not seen the key go.
-        away = {node: view.vanished.get(node, Vanished(now)) for node in view.seats if node not in view.members}
-        view = replace(view, vanished=away)
+        view = replace(view, vanished=_away(view, now))
     read_at = {**view.read_at, range_: found.revision}
     if range_.startswith(keys.rosters):  # Those of older generations are not looked at again.
         read_at = {known: at for known, at in read_at.items() if known == range_ or not known.startswith(keys.rosters)}
     wrote = {key: at for key, at in view.wrote.items() if not covers(range_, key)}
     return _count(replace(view, read_at=read_at, wrote=wrote), now)
+
+
+def _away(view: View, now: float) -> dict[str, Vanished]:
+    """The seats without a member key. A new leader gives them a lease term from now: it has not seen the keys go."""
+    return {node: view.vanished.get(node, Vanished(now)) for node in view.seats if node not in view.members}
 
 
 def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> View:
@@ -367,7 +370,12 @@ def _generation(view: View, key: str, value: KeyValue | None, now: float) -> Vie
     # Reports, verdicts and disappearances were about the generation before. Reports of a newer one may have come first.
     filed = {key: report for key, report in view.filed.items() if report.record.generation >= entry.record.number}
     entry = replace(entry, since=now)  # The key is never made anew, and each generation has its own time.
-    return replace(view, generation=entry, roster_complete=False, filed=filed, vanished={}, verdicts={})
+    view = replace(view, generation=entry, roster_complete=False, filed=filed, vanished={}, verdicts={})
+    if entry.record.chunks:
+        return view
+    seats = {seat.node: seat for seat in entry.record.seats}
+    view = replace(view, seats=seats, roster_nonce=entry.record.nonce, roster_complete=True)
+    return replace(view, vanished=_away(view, now)) if view.complete else view
 
 
 def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:

@@ -141,7 +141,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "rank 0 is not where the copy is": ((_LED, "publish", "if holder is not None:", "if False:"),),
     "copies of the last generation are kept": ((_W + "snapshot_cache", "SnapshotCache.renew", "self._copies = []", "pass"),),
     "what a fenced node holds comes back with it": ((_A + "supervisor", "Supervisor.kill", "self.seating.memory.close()", "pass"),),
-    "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(self.saved, ", "(None, "),),
+    "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(found, self.saved, ", "(found, "),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, 0 if waits else spec.min_nodes)", "in_place = False"),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),

@@ -149,7 +149,7 @@ class Invariants:
         prefix = self.keys.roster(new.nonce)
         chunks = [decode(RosterChunk, key, data) for key, data in sorted(self.chunks.items()) if key.startswith(prefix)]
         require(len(chunks) == new.chunks, "S1", f"generation {new.number} has {len(chunks)} of {new.chunks} chunks")
-        seats = sorted((seat for chunk in chunks for seat in chunk.seats), key=lambda seat: seat.index)
+        seats = sorted((seat for part in (new, *chunks) for seat in part.seats), key=lambda seat: seat.index)
         self._s3_seats(new, seats)
         self._s13_budget(new)
         head = self.heads[-1] if self.heads else None
@@ -213,8 +213,10 @@ class Invariants:
         require(spent <= spec.max_restarts, "S13", f"{spent} restarts of {spec.max_restarts}")
         if new.kind == "failure" and new.restarts.spent != old.restarts.spent + 1:
             step = self.heads[-1].step if self.heads else 0
+            reached = max(process.group.furthest() for process in self.sim.processes.values())
+            further = step > old.restarts.step or old.restarts.beats < new.restarts.beats <= reached
             require(
-                spec.restarts_reset and step > old.restarts.step and new.restarts.spent == 1,
+                spec.restarts_reset and further and new.restarts.spent == 1,
                 "S13",
                 "the budget came back",
             )

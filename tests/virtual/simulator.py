@@ -277,6 +277,8 @@ class Simulator:
             allowed = allowed or process.code == EXIT_DUPLICATE
         if process.code == EXIT_CHECKPOINT:  # It left without a handover, and has made steps that nobody has saved.
             saved = max((self.written[nonce].reached for nonce in self.committed), default=0)
+            if self.wiped_at is not None:  # Then what counts is what it has committed itself, and heard the answer to.
+                saved = process.agent.saved.reached if process.agent.saved is not None else 0
             allowed = allowed or process.group.furthest() > saved
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):

@@ -356,6 +356,7 @@ CHANGES: list[Plan] = [
         Fault(5.0, "cut_etcd", "n2", 28.0),
         hangs=1.0,
         safety_s=35.0,
+        seats_per_chunk=2,
     ),
     story(
         "the farewell of a former life does not arrive",

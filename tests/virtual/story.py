@@ -21,7 +21,7 @@ def story(name: str, nodes: int, *troubles: Fault | Snag, spec: RunSpec | None =
         "commit_every": 1,
         "safety_s": 25.0,
         "returns": 0.0,
-        "seats_per_chunk": 2,
+        "seats_per_chunk": 1,  # So that rosters are to be read, as in large runs.
     }
     return Plan(
         seed=name,

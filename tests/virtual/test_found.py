@@ -25,18 +25,18 @@ FAILURE = Failure(rank=1, code=-9, collateral=False, summary="killed by SIGKILL"
 
 def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
     """S3: between seeing a new generation and reading its roster, the last one's seats say nothing about it."""
-    world = running(3)
+    world = running(4)
     slow = world.members["n2"]
     world.members["n1"].me = told_to_leave(world.members["n1"])
     for _ in range(20):
-        for name in ("n0", "n1"):
+        for name in ("n0", "n1", "n3"):
             world.members[name].step()
     while slow.notices:
         slow.member.handle(slow.notices.popleft(), world.now)
     assert slow.view.number == 2
     assert isinstance(decide(slow.me, slow.view, world.now), Wait)
     world.settle()
-    check_ranks(world, 2, ["n0", "n2"])
+    check_ranks(world, 2, ["n0", "n2", "n3"])
 
 
 def test_a_generation_that_is_over_before_a_member_reads_its_roster_leaves_nobody_out() -> None:

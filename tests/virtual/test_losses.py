@@ -148,6 +148,20 @@ def test_optimizer_steps_are_progress(beats: tuple[int, ...], lasts_s: float, su
 
 
 @pytest.mark.parametrize(
+    ("reached", "survives"), [((5, 6, 7, 8, 9), True), ((5, 5, 5, 5), False), ((5, 0, 5, 0), False)]
+)
+def test_the_leaders_steps_are_progress(reached: tuple[int, ...], survives: bool) -> None:
+    """S13: a node whose workers fail before their first step spends no restarts while the leader gets further."""
+    world = running(2)
+    for step in reached:
+        world.members["n0"].me = replace(world.members["n0"].me, reached=step)
+        world.members["n1"].fail()
+        world.settle()
+    ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert ended == ([] if survives else [1, 1])
+
+
+@pytest.mark.parametrize(
     ("loaded", "survives"),
     [
         ((0, 1, 2, 3, 4), True),  # The first life has nothing to go on from.

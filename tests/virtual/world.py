@@ -69,6 +69,7 @@ class VirtualMember:
             say=self.said.append,
             note=self.said.append,
             ride_through_s=900.0,
+            seats_per_chunk=2,  # So that rosters are to be read, as in large runs.
         )
         self.store = self.world.connect()
         self.driver = StoreDriver(self.store, self.notices.append, self.world, grant=self._grant)

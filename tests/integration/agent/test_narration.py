@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import gone, kill
 from tests.servers import EtcdServer, wait_until, wheel_binary
 
@@ -114,19 +116,22 @@ def test_when_all_leave_each_says_which_step_is_saved(tmp_path: Path) -> None:
         assert any(f"step {left[0]} is saved" in agent.text() for agent in agents)
 
 
-def test_a_node_that_hangs_and_is_told_to_leave_says_how_to_bring_it_back(tmp_path: Path) -> None:
-    """Its time for a handover is over; the other one goes on, so nobody need start the run again."""
+@pytest.mark.parametrize("hung", [True, False])
+def test_a_node_that_cannot_hand_over_says_what_may_be_lost(tmp_path: Path, hung: bool) -> None:
+    """A worker hangs, and its node, or the other one, is told to leave: nobody need start the run again."""
     hang = "        if rank and number == 5:\n            print('it hangs', flush=True)\n            time.sleep(600)\n"
     script = LOOP.replace("elasticrt.init()", "rank = elasticrt.init().rank") + hang
     together = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60", "--drain-timeout", "1s")
     with terminals(tmp_path, script, "ab", *together) as agents:
         wait_until(lambda: any("it hangs" in agent.text() for agent in agents), "one hangs", 60)
-        (hangs,) = [agent for agent in agents if "it hangs" in agent.text()]
-        hangs.process.send_signal(signal.SIGTERM)
-        assert hangs.ended() == 143
-        assert "leaving: not handed over within 1 s\n" in hangs.text()
-        assert "to bring this node back: the same command" in hangs.text()
-        assert "to go on" not in hangs.text()
+        (leaves,) = [agent for agent in agents if ("it hangs" in agent.text()) == hung]
+        leaves.process.send_signal(signal.SIGTERM)
+        assert leaves.ended() == 143
+        said = leaves.text()
+        assert "leaving: not handed over within 1 s\n" in said
+        assert re.search(r"step \d+ was not handed over, and no checkpoint has it: it is lost unless another node", said)
+        assert "to bring this node back: the same command" in said
+        assert "to go on" not in said
 
 
 def test_a_second_signal_ends_a_node_that_waits_for_etcd(tmp_path: Path) -> None:

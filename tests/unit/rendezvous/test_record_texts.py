@@ -203,10 +203,10 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
         Seat(node=f"n{n}", incarnation="0" * 16, index=n, rank_offset=n, workers=1, address="::1", probe_port=1)
         for n in (0, 1)
     ]
-    chunks = roster_chunks(tuple(seats))
+    chunks = roster_chunks(tuple(seats), size=1)
     generation = Generation(
         number=1, attempt=1, nonce="c" * 16, nodes=2, world_size=2, master_address="::1", master_port=1, cause="start",
-        kind="start", chunks=1,
+        kind="start", chunks=len(chunks),
     )  # fmt: skip
     members = [
         Member(node=f"n{n}", incarnation="0" * 16, address="::1", pid=1, workers=1, probe_port=1, port=1)
@@ -214,7 +214,8 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     ]
     spec = RunSpec(min_nodes=1, max_nodes=2, command=("script", "x"))
     values = {keys.spec: SpecRecord(spec=spec, attempt=1), keys.generation: generation}
-    values |= {keys.chunk("c" * 16, 0): chunks[0], **{keys.member(each.node): each for each in members}}
+    values |= {keys.chunk("c" * 16, k): chunk for k, chunk in enumerate(chunks)}
+    values |= {keys.member(each.node): each for each in members}
     for name, record in values.items():
         store.commit(Txn((), (Put(name, record.encode()),)))
     driver = StoreDriver(store, lambda _: None, time, grant=lambda: store.grant(5.0))
