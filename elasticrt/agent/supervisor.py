@@ -156,7 +156,7 @@ class Supervisor:
             copy=kept if generation else None,
             standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
-            reached=self.progress.step() or 0,
+            reached=self.progress.reached,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
             holding=state.holding,
             going=state.going,

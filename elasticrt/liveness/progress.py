@@ -234,6 +234,11 @@ class Progress:
         own = self._look()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
+    @property
+    def reached(self) -> int:
+        """The same, or what it was before they ended; 0 before the first."""
+        return self.step() or self._last
+
     def age_s(self) -> float:
         """Seconds since the last step of this node's workers; 0.0 if there was none."""
         newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])

@@ -81,8 +81,8 @@ STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
 AT_ONCE_S = 1.0
-"""Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One that
-took longer may have been this node's own, and over by the time that another node answers."""
+"""Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One
+that took longer may have been this node's own, and over by the time that another node answers."""
 
 SILENCE_TERMS = 2
 """A silence explains a missing key if it began at most this many lease terms before the key went: the node has lost its

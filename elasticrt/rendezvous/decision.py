@@ -34,7 +34,7 @@ class Me:
         going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
-        reached: the step that its workers have finished in generation `running`; 0 for none, or without a Loop.
+        reached: the last step that its workers have finished; 0 for none, or without a Loop.
     """
 
     record: Member
