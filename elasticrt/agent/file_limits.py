@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.liveness.probe import CONNECTIONS_MAX
 from elasticrt.liveness.prober import OPEN_AT_ONCE
 
@@ -31,12 +31,10 @@ def allow_files(workers: int, nodes: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            explain(
-                "too few files may be open on this machine",
-                "ulimit -n",
-                got=f"a hard limit of {hard:,}",
-                expected=f"{needed:,} for {workers:,} workers in a run of up to {nodes:,} nodes",
-                remedy="Raise the limit, or start fewer workers on this node",
-            )
+            "too few files may be open on this machine",
+            "ulimit -n",
+            got=f"a hard limit of {hard:,}",
+            expected=f"{needed:,} for {workers:,} workers in a run of up to {nodes:,} nodes",
+            remedy="Raise the limit, or start fewer workers on this node",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

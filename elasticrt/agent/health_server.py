@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import HealthState
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
 
@@ -127,13 +127,11 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=CLIENTS_MAX)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            explain(
-                "the health port cannot be had",
-                "--health-port",
-                got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
-                expected="a free port and an address of this machine",
-                remedy="Choose another one (0: any free port)",
-            )
+            "the health port cannot be had",
+            "--health-port",
+            got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
+            expected="a free port and an address of this machine",
+            remedy="Choose another one (0: any free port)",
         ) from error
 
 

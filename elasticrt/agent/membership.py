@@ -15,7 +15,7 @@ from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import Meeting
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
-from elasticrt.errors import StoreError, explain
+from elasticrt.errors import StoreError
 from elasticrt.event_log import success
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Keys, Result
@@ -126,10 +126,8 @@ class Membership:
 
 def _too_late(run_id: str, timeout_s: float) -> StoreError:
     return StoreError(
-        explain(
-            "the run could not be joined",
-            f"run {run_id}",
-            expected=f"to register within {timeout_s:g} s",
-            remedy="Its last attempt may still be ending; see the logs of its other nodes",
-        )
+        "the run could not be joined",
+        f"run {run_id}",
+        expected=f"to register within {timeout_s:g} s",
+        remedy="Its last attempt may still be ending; see the logs of its other nodes",
     )

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 LOOPBACK = "lo"
 
@@ -61,13 +61,11 @@ def check_loopback() -> None:
     error = why_no_loopback()
     if error:
         raise ConfigError(
-            explain(
-                "this machine's loopback interface is down",
-                LOOPBACK,
-                got=f"127.0.0.1: {error}",
-                expected="an address at which processes of one node reach each other",
-                remedy="Bring it up: ip link set lo up",
-            )
+            "this machine's loopback interface is down",
+            LOOPBACK,
+            got=f"127.0.0.1: {error}",
+            expected="an address at which processes of one node reach each other",
+            remedy="Bring it up: ip link set lo up",
         )
 
 

@@ -91,13 +91,11 @@ def check_listening(endpoints: tuple[Address, ...]) -> None:
         else:
             return
     raise StoreError(
-        explain(
-            "etcd cannot be reached",
-            "--etcd",
-            got="; ".join(troubles),
-            expected="a running etcd (version 3)",
-            remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
-        )
+        "etcd cannot be reached",
+        "--etcd",
+        got="; ".join(troubles),
+        expected="a running etcd (version 3)",
+        remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.flights import shortened
@@ -227,7 +227,7 @@ def worker_env() -> WorkerEnv | None:
         return WorkerEnv.from_env(os.environ)
     except ValueError as error:
         remedy = "These variables are the agent's: do not set or change them"
-        raise ConfigError(explain("malformed environment", "ELASTICRT_*", got=error, remedy=remedy)) from error
+        raise ConfigError("malformed environment", "ELASTICRT_*", got=error, remedy=remedy) from error
 
 
 @lru_cache(maxsize=1)

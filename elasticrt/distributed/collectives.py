@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elasticrt.distributed import agent_client
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -44,7 +44,7 @@ def launched(name: str, default: int) -> int:
     except ValueError:
         value = -1
     if value < 0:
-        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+        raise ConfigError(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0")
     return value
 
 
@@ -53,13 +53,11 @@ def require_group(where: str) -> None:
     _, world_size = rank_and_world()
     if world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            explain(
-                "no process group",
-                where,
-                got=f"WORLD_SIZE={world_size}",
-                expected="elasticrt.init() or torch.distributed.init_process_group() before",
-                remedy="Call elasticrt.init() first",
-            )
+            "no process group",
+            where,
+            got=f"WORLD_SIZE={world_size}",
+            expected="elasticrt.init() or torch.distributed.init_process_group() before",
+            remedy="Call elasticrt.init() first",
         )
 
 

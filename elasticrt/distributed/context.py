@@ -155,7 +155,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     rank, world_size = collectives.rank_and_world()
     if not 0 <= rank < world_size:
         got = f"RANK={rank} WORLD_SIZE={world_size}"
-        raise ConfigError(explain("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE"))
+        raise ConfigError("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE")
     local_rank = collectives.launched("LOCAL_RANK", rank)
     local_world_size = collectives.launched("LOCAL_WORLD_SIZE", world_size)
     device = _device(local_rank)
@@ -204,12 +204,10 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     address = os.environ.get("MASTER_ADDR", "")
     if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
         raise ConfigError(
-            explain(
-                "nobody says where the process group meets",
-                "environment",
-                got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
-                remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
-            )
+            "nobody says where the process group meets",
+            "environment",
+            got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
+            remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
         )
     # Gloo resolves the machine's own name to find an interface, and fails if that name does not resolve.
     # When all ranks are on this machine, the loopback interface does.

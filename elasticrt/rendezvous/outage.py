@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elasticrt.errors import StoreError, explain
+from elasticrt.errors import StoreError
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.requests import Conversation, Pause
@@ -136,11 +136,9 @@ def ride_out(ask: Callable[[], Conversation[T]], wait_s: float, note: Callable[[
 
 def _no_answer(error: StoreUnavailable, wait_s: float) -> StoreError:
     return StoreError(
-        explain(
-            f"etcd has not answered for {wait_s:g} s",
-            "--etcd",
-            got=error,
-            expected="an answer within --etcd-wait",
-            remedy="Check that it runs, that most of its members do, and that the way to it is open",
-        )
+        f"etcd has not answered for {wait_s:g} s",
+        "--etcd",
+        got=error,
+        expected="an answer within --etcd-wait",
+        remedy="Check that it runs, that most of its members do, and that the way to it is open",
     )

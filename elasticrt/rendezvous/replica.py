@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from elasticrt.errors import StoreError, explain
+from elasticrt.errors import StoreError
 from elasticrt.rendezvous.records import Keys, Record, decode
 from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
 from elasticrt.rendezvous.view import (
@@ -181,12 +181,10 @@ class Replica:
         ruined = [key for key in self.view.unreadable if awaited(self.view, self.keys, key)]
         if ruined:
             raise StoreError(
-                explain(
-                    "this run's own record in etcd has been overwritten",
-                    ", ".join(sorted(ruined)),
-                    expected="what this run has written",
-                    remedy="The checkpoints are intact: delete the run's keys, or use another run id",
-                )
+                "this run's own record in etcd has been overwritten",
+                ", ".join(sorted(ruined)),
+                expected="what this run has written",
+                remedy="The checkpoints are intact: delete the run's keys, or use another run id",
             )
         for key in sorted(self.view.unreadable - self._warned):
             self._note(f"{key} holds something that is not ours; it is ignored")

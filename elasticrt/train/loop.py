@@ -78,7 +78,7 @@ class Loop:
             expected = "ElasticBatchSampler, ElasticDistributedSampler or None"
             raise TypeError(explain("not one of our samplers", "Loop(sampler=)", got=sampler, expected=expected))
         if resume not in ("auto", "fresh"):
-            raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
+            raise ConfigError("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
         self._shown = os.fspath(directory)
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
@@ -150,7 +150,7 @@ class Loop:
         """
         validation.check_counts(total, max_steps, "epochs")
         if self._stage != "new":
-            raise ConfigError(explain("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop"))
+            raise ConfigError("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop")
         self._steps_max = max_steps
         return self._epochs(total)
 
@@ -192,7 +192,7 @@ class Loop:
         place = self._saving.checkpointer.place
         if any(other._saving.checkpointer.place == place for other in _running):
             raise ConfigError(
-                explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
+                "another Loop is running in this directory", self._shown, remedy="Finish one before the next"
             )
         # A newcomer enters the outermost loop, and could not know that the others are in this one.
         for other in _running:
@@ -295,7 +295,7 @@ class Loop:
                 self._batch_left(on_purpose=generator_exit.on_purpose(sys._getframe(1)))
                 raise
             if self._pass != number:
-                raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
+                raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
             if self._redo:
                 self._undo.forget_between()
                 continue
