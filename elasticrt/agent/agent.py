@@ -454,10 +454,10 @@ class Agent(Side):
             case Leave():
                 self.console.close_last_line()
                 self.console.say(f"leaving: {decision.reason}", "leaving")
+                reached = self.node.progress.reached
                 if self.member.me.record.draining and not decision.saving and not decision.others_go_on:
                     # Nobody goes on, and what was to be saved was not agreed on in time.
-                    decision = replace(decision, saving=self.node.progress.step() or 0)
-                reached = self.node.progress.reached
+                    decision = replace(decision, saving=reached)
                 self.node.progress.remember()
                 self.node.progress.tell()  # `stop` looks at the last step when the key is gone.
                 told = self.membership.leave(self.member, seat_too=True)

@@ -1,7 +1,7 @@
 """Workers that set up beside the training until they get seats: newcomers, and replacements of workers that died.
 
-They run the script up to its loop in a world of one, however long that takes. A worker that fails there is started
-again, with a delay that grows.
+They run the script up to its loop in a world of one, however long that takes. A worker that fails there, or in its seat
+before its first step, is started again, with a delay that grows until one makes a step.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class JoiningWorkers:
     def let_in(self, local_rank: int) -> None:
         """The worker with `local_rank` has got a seat."""
         self.ranks.discard(local_rank)
+
+    def trained(self) -> None:
+        """A worker has made its first step in its seat."""
         self._tries = 0
 
     def ended(self, local_rank: int, now: float) -> float | None:
@@ -54,6 +57,10 @@ class JoiningWorkers:
         if local_rank not in self.ranks:
             return None
         self.ranks.discard(local_rank)
+        return self.failed(now)
+
+    def failed(self, now: float) -> float:
+        """A worker has failed at `now` before its first step. Returns the seconds to the next try."""
         wait_s = min(JOIN_AGAIN_S * 2.0**self._tries, JOIN_AGAIN_S_MAX)
         self._tries += 1
         self.at = now + wait_s

@@ -480,7 +480,7 @@ class Supervisor:
         (generation, seat), self._wanted = self._wanted, None
         self._state, self._late_at = self._state.started(generation, seat), None
         self.progress.began()
-        self.hangs.began()
+        self.hangs.began(self._clock.monotonic())
         copy, resume = generation.memory, generation.resume
         self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
         # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
@@ -496,7 +496,7 @@ class Supervisor:
         now_ns = self._clock.monotonic_ns()
         self._late_at = self._clock.monotonic() + LATE_S
         self.progress.began()
-        self.hangs.began()
+        self.hangs.began(self._clock.monotonic())
         self._tell_generation(generation, seat, generation.resume.step if generation.resume else 0)
         ranks = self.seating.reseat(generation, seat, chosen)
         for rank in ranks:
@@ -609,6 +609,8 @@ class Supervisor:
             self._tell_started()
 
     def _stepped(self, event: WorkerSaid, step: Step) -> None:
+        if step.first:
+            self._joining.trained()
         if step.first and event.local_rank == min(self._state.seated, default=0):
             self.progress.stepped(event.generation, step)
         if event.rank == 0:
@@ -681,7 +683,10 @@ class Supervisor:
         wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
         if wait_s is not None:
             what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
-            self._say(f"a worker that was to join failed while it set up: {what}; another try in {wait_s:g} s")
+            self._tell_next_try("was to join failed while it set up", what, wait_s)
+
+    def _tell_next_try(self, how: str, what: str, wait_s: float) -> None:
+        self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """A worker of the present generation has ended."""
@@ -694,6 +699,9 @@ class Supervisor:
             if self._state.failed_at is None:
                 unmet = self._state.unmet + 1 if event.failure.unmet and not stepped else 0
                 self._state = replace(self._state, unmet=unmet)
+                if event.failure.early and self._state.generation is not None and self._state.generation.in_place:
+                    wait_s = self._joining.failed(self._clock.monotonic())
+                    self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
             self._failed(event.failure)
         elif event.code == 0:
             self._state = replace(self._state, well=(*self._state.well, event.rank))

@@ -83,10 +83,11 @@ class HangMonitor:
         self._say = say
         self._stopped = Stopped()
         self._stopped_look_at: float | None = None
-        self.began()
+        self.began(0.0)
 
-    def began(self) -> None:
-        """Workers are being started, or get new seats: begin without any knowledge of their pace."""
+    def began(self, now: float) -> None:
+        """Workers are being started, or get new seats, at `now`: begin without any knowledge of their pace."""
+        self._began_at = now
         self._pace = StallDetector(self._hang_s)
         self._asked = (0, 0.0)  # The step and the part of the limit for which stacks were taken last.
         self._looped = False
@@ -136,9 +137,12 @@ class HangMonitor:
             self._looped, self._pace = True, StallDetector(self._hang_s)
         in_place = all(page.in_place for page in pages)
         self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
-        sight = sight_of_steps if in_loop else sight_of_beats
+        sight = (sight_of_steps if in_loop else sight_of_beats)(pages, held=held)
+        if sight.ready_at < self._began_at:
+            # A page of before: its worker has not taken its new seat. The time since it was ready was many steps.
+            sight = replace(sight, ready_at=0.0)
         pace = replace(self._pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
-        self._pace = pace.looked(sight(pages, held=held), now)
+        self._pace = pace.looked(sight, now)
 
     def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
         """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves."""

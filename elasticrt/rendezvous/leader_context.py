@@ -417,21 +417,33 @@ def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -
     stepping from it: the time of the newest snapshot only grows, and one that a worker writes and reads itself does not
     count.
     """
-    before, step = led.generation.restarts, led.view.head.record.reached if led.view.head else 0
-    failures = [entry.record.failure for entry in failed if entry.record.failure]
-    # A newcomer that fails before its first step does not know how far the run is. The leader may.
-    beats = max([led.me.reached, *(failure.beats for failure in failures)])
-    loaded = max((failure.loaded for failure in failures), default=0)
-    further = beats > before.beats or loaded > before.loaded
-    further = further or (beats > 0 and led.now - led.since >= LONG_S)
-    progress = led.spec.restarts_reset and (step > before.step or further)
+    before, reached = led.generation.restarts, _reached(led, failed)
+    progress = led.spec.restarts_reset and gets_further(led, failed)
     return Restarts(
         spent=1 if progress else before.spent + 1,
         total=before.total + 1,
-        step=step,
-        beats=max(beats, before.beats),
-        loaded=max(loaded, before.loaded),
+        step=reached.step,
+        beats=max(reached.beats, before.beats),
+        loaded=max(reached.loaded, before.loaded),
         early=first.early,
+    )
+
+
+def gets_further(led: LeaderContext, failed: list[Stored[Report]]) -> bool:
+    """Whether there was progress since the failure before, as `counting` has it."""
+    before, reached = led.generation.restarts, _reached(led, failed)
+    further = reached.step > before.step or reached.beats > before.beats or reached.loaded > before.loaded
+    return further or (reached.beats > 0 and led.now - led.since >= LONG_S)
+
+
+def _reached(led: LeaderContext, failed: list[Stored[Report]]) -> Restarts:
+    """How far the run had come when these reports were filed."""
+    failures = [entry.record.failure for entry in failed if entry.record.failure]
+    return Restarts(
+        step=led.view.head.record.reached if led.view.head else 0,
+        # A newcomer that fails before its first step does not know how far the run is. The leader may.
+        beats=max([led.me.reached, *(failure.beats for failure in failures)]),
+        loaded=max((failure.loaded for failure in failures), default=0),
     )
 
 

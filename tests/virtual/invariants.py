@@ -202,7 +202,11 @@ class Invariants:
             return
         if new.kind == "failure":
             again = [node for node, failure in failures if failure.early and failure.early == old.restarts.early]
-            require(not again, "S13", f"generation {new.number} comes after the same failure before a first step")
+            step = self.heads[-1].step if self.heads else 0
+            further = step > old.restarts.step or new.restarts.beats > old.restarts.beats
+            require(
+                further or not again, "S13", f"generation {new.number} comes after the same failure before a first step"
+            )
             require(failed, "S13", f"generation {new.number} counts a failure that nobody reported in {old.number}")
             require(new.restarts.total == old.restarts.total + 1, "S13", "a failure that does not count once")
         elif new.kind in ("join", "lost", "drain", "resize"):

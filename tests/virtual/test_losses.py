@@ -147,6 +147,18 @@ def test_optimizer_steps_are_progress(beats: tuple[int, ...], lasts_s: float, su
     assert ended == ([] if survives else [1, 1])
 
 
+@pytest.mark.parametrize(("reached", "survives"), [((5, 6, 7, 8, 9), True), ((5, 5), False)])
+def test_an_error_that_comes_again_ends_a_run_that_stands_still(reached: tuple[int, ...], survives: bool) -> None:
+    """W13: a node's workers fail in the same way before their first step, and the others get further, or do not."""
+    world = running(2)
+    for step in reached:
+        world.members["n0"].me = replace(world.members["n0"].me, reached=step)
+        world.members["n1"].fail(early="a" * 16)
+        world.settle()
+    ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert ended == ([] if survives else [1, 1])
+
+
 @pytest.mark.parametrize(
     ("reached", "survives"), [((5, 6, 7, 8, 9), True), ((5, 5, 5, 5), False), ((5, 0, 5, 0), False)]
 )

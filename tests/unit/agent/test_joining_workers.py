@@ -43,3 +43,16 @@ def test_those_that_may_not_join_are_not_gone_before_they_have_ended() -> None:
     assert joining.stop()
     assert (joining.ranks, joining.ending, joining.beside) == (set(), {1, 2}, None)
     assert not joining.stop()
+
+
+def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
+    """W09: while it sets up, or once it is let in: else the others are held up all the time. A step ends the delay."""
+    joining = _beside()
+    assert joining.ended(1, now=2.0) == 1.0
+    joining.let_in(2)
+    assert joining.failed(now=3.0) == 2.0
+    assert joining.start(3, {0}, now=4.9) == []
+    assert joining.start(3, {0}, now=5.0) == [1, 2]
+    joining.let_in(1)
+    joining.trained()
+    assert joining.failed(now=9.0) == 1.0

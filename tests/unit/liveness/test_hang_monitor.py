@@ -19,7 +19,7 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
-from elasticrt.ipc.status_page import FIRST_BATCH, StatusPage
+from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, StatusPage
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
 from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
@@ -159,7 +159,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
         monitor.hear(2, said)
     assert kept == [], "this node has said so itself"
-    monitor.began()
+    monitor.began(0.0)
     monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[4.5])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     monitor.hear(2, answer)
@@ -276,8 +276,27 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
     found = []
     for tick in range(1, 4):
         found.append(monitor.stopped(now + tick / 2, [7]))
-        monitor.began()
+        monitor.began(0.0)
     assert found == [set(), set(), {7}], (
         "a worker that a signal has stopped is looked for, also when it gets another seat"
     )
     page.close()
+
+
+def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
+    """A survivor's page shows its last seat until it takes the next: its whole training is no usual step."""
+    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path)
+    page = StatusPage(StatusPage.create())
+    page.in_place, page.stepping, page.entered, page.step = IN_PLACE, FIRST_BATCH, 101, 100
+    now = time.monotonic()
+    page.restored_at_ns, page.step_at_ns = int((now - 1000.0) * 1e9), int((now - 0.01) * 1e9)
+    group = SimpleNamespace(pids=lambda _: {0: os.getpid()}, page=lambda *_: page, look=lambda _: None)
+    monitor.began(now)
+    monitor.look(now + 0.1, [page], held=False)
+    page.step_at_ns, page.joined_at_ns = 0, int((now + 0.11) * 1e9)
+    page.restored_at_ns = page.joined_at_ns
+    for tick in range(2, 70):
+        monitor.look(now + tick / 10, [page], held=False)
+        monitor.look_closer(now + tick / 10, [page], group, 2, ask_s=[])
+    page.close()
+    assert not found.empty(), "the first step of a generation is looked at closely after five seconds"
