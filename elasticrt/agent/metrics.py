@@ -102,8 +102,10 @@ class Metrics:
         own_work = GaugeMetricFamily(
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
         )
-        for rank, known in story.work.items():
-            own_work.add_metric([str(rank)], known[-1][1])
+        _, here = story.workers.get(node, (0, {}))
+        for rank in here:  # In another generation this node may have had other ranks.
+            if rank in story.work:
+                own_work.add_metric([str(rank)], story.work[rank][-1][1])
         yield own_work
         yield _recoveries(story)
         away_s = sum(end - begin for begin, end in story.times_without_etcd(self._told_at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import urllib.error
@@ -122,3 +123,16 @@ def test_at_the_health_port(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
                 assert b"pip install 'elasticrt[metrics]'" in answer.read()
     finally:
         server.close()
+
+
+def test_ranks_of_a_generation_before_are_not_exported() -> None:
+    """A node may have another rank after a change: what it measured for the old one is nobody's now."""
+    metrics = Metrics()
+    told = [*TOLD[:3], (2.5, "a", events.WorkersStarted(1, (2,), (11,)))]
+    told += [(9.0, "a", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.07,))), (10.0, "a", begun(2, "a"))]
+    told += [(10.1, "a", events.WorkersStarted(2, (0,), (11,)))]
+    told += [(15.0, "a", events.Progress(2, 99, 0.0, 0.0, 0.0, own_s=(0.02,)))]
+    for entry in told:
+        metrics.tell(record(*entry))
+    text = metrics.text(NOTED, 100.0).decode()
+    assert re.findall(r'elasticrt_own_work_seconds\{.*rank="(\d)".*\} (\S+)', text) == [("0", "0.02")]
