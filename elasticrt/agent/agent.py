@@ -465,10 +465,12 @@ class Agent(Side):
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                head, known = self._newest() if told and (saves or self.console.narrates) else (None, False)
+                late_after = reached if self.late else 0
+                asks = told and (saves or late_after or self.console.narrates)
+                head, known = self._newest() if asks else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.saving)
                 if self.node.misfit is None or decision.saving:
-                    self.console.left(decision, head, lost=lost, late_after=reached if self.late else 0)
+                    self.console.left(decision, head, lost=lost, late_after=late_after if known else 0)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED

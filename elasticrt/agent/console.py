@@ -281,7 +281,7 @@ class Console:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
 
         `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
-        that its workers have finished, if they could not hand over in time.
+        that its workers have finished, if they could not hand over in time, and `head` is known.
         """
         if decision.others_go_on:
             if late_after > (head.reached if head is not None else 0):
