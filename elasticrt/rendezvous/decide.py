@@ -53,7 +53,6 @@ from elasticrt.rendezvous.leader_context import (
     candidates,
     cause_of,
     counting,
-    gets_further,
     go_on,
     how_gone,
     list_names,
@@ -353,10 +352,10 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
     spec = led.spec
-    if first.early and first.early == led.generation.restarts.early and not gets_further(led, failed):
+    if first.early and first.early == led.generation.restarts.early and not led.gets_further:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return _give_up(led, reason, text_of(first, failed))
-    restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
+    restarts = led.generation.restarts if first.misfit else counting(led, first)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = "without getting further " if spec.restarts_reset else ""
         reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"

@@ -86,6 +86,25 @@ class LeaderContext:
         """Since when this node's steps in this generation have been standing still for longer than usual."""
         return self.me.standing_since if self.me.running == self.generation.number else None
 
+    @cached_property
+    def reached(self) -> Restarts:
+        """How far the run has come, as the reported failures and this node's own workers tell."""
+        known = [entry.record.failure for entry in self.reports.values() if entry.record.status == "failed"]
+        failures = [failure for failure in known if failure is not None]
+        return Restarts(
+            step=self.view.head.record.reached if self.view.head else 0,
+            # A newcomer that fails before its first step does not know how far the run is. The leader may.
+            beats=max([self.me.reached, *(failure.beats for failure in failures)]),
+            loaded=max((failure.loaded for failure in failures), default=0),
+        )
+
+    @cached_property
+    def gets_further(self) -> bool:
+        """Whether there has been progress since the failure before; `counting` says what counts."""
+        before, reached = self.generation.restarts, self.reached
+        further = reached.step > before.step or reached.beats > before.beats or reached.loaded > before.loaded
+        return further or (reached.beats > 0 and self.now - self.since >= LONG_S)
+
     def said(self, seat: Seat, status: str) -> bool:
         """Whether this seat's node, in this life, has reported `status`."""
         entry = self.reports.get(seat.node)
@@ -408,7 +427,7 @@ LONG_S = 3600.0
 script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
 
 
-def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -> Restarts:
+def counting(led: LeaderContext, first: Failure) -> Restarts:
     """The restarts once this failure is counted. After progress the count begins at one again.
 
     Progress is a new committed step, or a step further than at any failure before: survivors keep it unsaved. A script
@@ -417,8 +436,8 @@ def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -
     stepping from it: the time of the newest snapshot only grows, and one that a worker writes and reads itself does not
     count.
     """
-    before, reached = led.generation.restarts, _reached(led, failed)
-    progress = led.spec.restarts_reset and gets_further(led, failed)
+    before, reached = led.generation.restarts, led.reached
+    progress = led.spec.restarts_reset and led.gets_further
     return Restarts(
         spent=1 if progress else before.spent + 1,
         total=before.total + 1,
@@ -426,24 +445,6 @@ def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -
         beats=max(reached.beats, before.beats),
         loaded=max(reached.loaded, before.loaded),
         early=first.early,
-    )
-
-
-def gets_further(led: LeaderContext, failed: list[Stored[Report]]) -> bool:
-    """Whether there was progress since the failure before, as `counting` has it."""
-    before, reached = led.generation.restarts, _reached(led, failed)
-    further = reached.step > before.step or reached.beats > before.beats or reached.loaded > before.loaded
-    return further or (reached.beats > 0 and led.now - led.since >= LONG_S)
-
-
-def _reached(led: LeaderContext, failed: list[Stored[Report]]) -> Restarts:
-    """How far the run had come when these reports were filed."""
-    failures = [entry.record.failure for entry in failed if entry.record.failure]
-    return Restarts(
-        step=led.view.head.record.reached if led.view.head else 0,
-        # A newcomer that fails before its first step does not know how far the run is. The leader may.
-        beats=max([led.me.reached, *(failure.beats for failure in failures)]),
-        loaded=max((failure.loaded for failure in failures), default=0),
     )
 
 

@@ -200,10 +200,11 @@ class Invariants:
             whole = failed and new.in_place and new.restarts == old.restarts
             require(whole, "S13", "an end that nobody has caused, that counts, or that nobody has a state for")
             return
+        step = self.heads[-1].step if self.heads else 0
+        reached = max(process.group.furthest() for process in self.sim.processes.values())
+        further = step > old.restarts.step or old.restarts.beats < new.restarts.beats <= reached
         if new.kind == "failure":
             again = [node for node, failure in failures if failure.early and failure.early == old.restarts.early]
-            step = self.heads[-1].step if self.heads else 0
-            further = step > old.restarts.step or new.restarts.beats > old.restarts.beats
             require(
                 further or not again, "S13", f"generation {new.number} comes after the same failure before a first step"
             )
@@ -216,9 +217,6 @@ class Invariants:
         spent = new.restarts.spent if spec.restarts_reset else new.restarts.total
         require(spent <= spec.max_restarts, "S13", f"{spent} restarts of {spec.max_restarts}")
         if new.kind == "failure" and new.restarts.spent != old.restarts.spent + 1:
-            step = self.heads[-1].step if self.heads else 0
-            reached = max(process.group.furthest() for process in self.sim.processes.values())
-            further = step > old.restarts.step or old.restarts.beats < new.restarts.beats <= reached
             require(
                 spec.restarts_reset and further and new.restarts.spent == 1,
                 "S13",

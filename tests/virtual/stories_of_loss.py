@@ -227,7 +227,6 @@ LOSSES: list[Plan] = [
         Fault(7.5, "cut_peers", "n2", 20.0),
         Snag("n0", "n1 is fenced", "slow", 4.5),
         arrivals=(0.0, 0.2, 0.1, 0.3),
-        seats_per_chunk=1,
     ),
     story(
         "a member fences a silent leader, hears it again, and then another node no more",
