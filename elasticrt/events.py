@@ -256,6 +256,7 @@ class Progress:
         samples: trained on by the run so far, over all epochs; 0 without a sampler.
         own_s: seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the
             order of the ranks in `workers_started`; 0 if DDP has measured nothing.
+        beats: without a `Loop`, the steps of optimizers of the worker that has made fewest; else 0.
     """
 
     generation: int
@@ -265,6 +266,7 @@ class Progress:
     pause_s: float
     samples: int = 0
     own_s: tuple[float, ...] = ()
+    beats: int = 0
 
 
 @dataclass(frozen=True)
@@ -439,6 +441,21 @@ class Culprit:
 
 
 @dataclass(frozen=True)
+class GoesOn:
+    """This node's workers make steps again, after a time without one of which `culprit` or `stalled` has told.
+
+    Attributes:
+        generation: the generation.
+        step: the last step before that time, as in `culprit`.
+        stood_s: seconds without a step.
+    """
+
+    generation: int
+    step: int
+    stood_s: float
+
+
+@dataclass(frozen=True)
 class Straggler:
     """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0.
 
@@ -546,6 +563,7 @@ Event = (
     | Late
     | Paused
     | Culprit
+    | GoesOn
     | Straggler
     | EtcdAway
     | Failure

@@ -105,6 +105,8 @@ class HangMonitor:
         self._blamed_step = 0, ""  # The step and the reason of the last finding.
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
         self._aged_at = 0.0  # When the ages of the positions were taken.
+        self._last_at = 0.0  # When the newest step had ended, at the last look at this.
+        self._told_of: int | None = None  # The step after which none came, as people were told.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
@@ -176,9 +178,19 @@ class HangMonitor:
         self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._found = (), {}
+            if step > before.step:  # It falls when a worker ends.
+                self._goes_on(generation, max(at) - self._last_at)
+        self._last_at = max(at)
         if self._stand.times > before.times:
             group.look(generation)
             self.ask(group, Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
+
+    def _goes_on(self, generation: int, stood_s: float) -> None:
+        """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""
+        if self._told_of is not None:
+            self._events.write(events.GoesOn(generation, self._told_of, round(stood_s, 1)))
+            self._say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
+        self._told_of = None
 
     def placed(
         self, stacks: Stacks, ranks: Mapping[int, int], pages: Mapping[int, StatusPage], pids: Mapping[int, int]
@@ -295,6 +307,7 @@ class HangMonitor:
         self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
         self._blamed_step = self._own_step(), culprit.reason
         age_s, step = self._age_s(), culprit.step
+        self._told_of = step
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
@@ -380,6 +393,7 @@ class HangMonitor:
         if stacks.why == "stalled" and not stacks.final:
             logs = f"{directory}/logs/generation-{stacks.generation}"
             self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+            self._told_of = stacks.step
         for rank, each in lines.items() if stacks.why == "paused" else ():
             self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {where(each)}")
         blamed_step, reason = self._blamed_step

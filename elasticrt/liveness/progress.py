@@ -225,6 +225,7 @@ class Progress:
             pause_s=round(pause_s, 6),
             samples=max(page.samples for page in known),
             own_s=tuple(round(self._work[page].own_s, 5) for page in known) if len(known) == len(own) else (),
+            beats=0 if any(page.entered for page in known) else min(page.beats for page in known),
         )
 
     # Questions.

@@ -127,18 +127,19 @@ class Course:
             before_at = self.step_at or at
             share = (self.redone_to - self.step) / (step - self.step) if self.step else 1.0
             self.redone_until = before_at + share * (at - before_at)
-        if self.stands and self.stands[-1][1] == math.inf:
-            self.stands[-1] = (self.stands[-1][0], at)
-            self.blamed = None
+        self.goes_on(at)
         self.step, self.step_at = step, at
 
-    def stood(
-        self, step: int, since: float, now: float, blamed: events.Culprit | None = None, *, first: bool = False
-    ) -> None:
-        """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on.
+    def goes_on(self, at: float) -> None:
+        """There are steps again at `at`, as far as there were none."""
+        if self.stands_since is not None:
+            self.stands[-1] = (self.stands_since, at)
+            self.blamed = None
 
-        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next. `first`: the
-        workers of a Loop have the state after `step`, and have made no step in this generation.
+    def stood(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
+        """After `step` there has been none from `since` on.
+
+        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next.
         """
         if step + (blamed is not None) < self.step:
             return
@@ -150,7 +151,7 @@ class Course:
             since = min(since, self.stands.pop()[0])
         if self.step:
             self.step, self.step_at = step, since
-        self.stands.append((since, math.inf if self.step or first else now))
+        self.stands.append((since, math.inf))
 
     @property
     def stands_since(self) -> float | None:
@@ -321,9 +322,9 @@ class LifeSpans:
 
     def _progressed(self, event: events.Progress, at: float) -> None:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
-        mark = _Mark(at, event.step, spent)
+        mark = _Mark(at, event.step or event.beats, spent)
         before = self._marks
-        if before and event.step <= before[-1].step:
+        if before and mark.step <= before[-1].step:
             before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
         elif before and self._turn_at is None:
             self._train_to(before[-1].at)  # Steps followed that mark, so there was no pause before it.

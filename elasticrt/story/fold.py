@@ -376,7 +376,7 @@ class Story:
                 self._committed(event, at)
             case events.Unsaved():
                 self.unsaved = event
-            case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
+            case events.Culprit() | events.Stalled() | events.GoesOn():
                 self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
                 self.slow, self.slow_at = event if event.slow else None, at
@@ -550,18 +550,19 @@ class Story:
         if event.fresh:
             self._fresh_at = at
 
-    def _stood(self, event: events.Culprit | events.Stalled, at: float) -> None:
-        """Steps stand still."""
-        course, chapter = self._courses.get(event.generation), self._numbers.get(event.generation)
-        if course is None or chapter is None:
+    def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, at: float) -> None:
+        """Steps stand still, or go on again."""
+        course = self._courses.get(event.generation)
+        if course is None or isinstance(event, events.Late | events.Paused):
             return
-        first = chapter.stepped_at is None  # Of a Loop: in other scripts only a step shows that one is expected.
-        if isinstance(event, events.Culprit):
-            course.stood(event.step, at - event.age_s, at, event, first=first)
+        if isinstance(event, events.GoesOn):
+            course.goes_on(at)
+        elif isinstance(event, events.Culprit):
+            course.stood(event.step, at - event.age_s, event)
             if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
                 self.stands.append((at, event))
         else:
-            course.stood(event.step, at - event.age_s, at, first=first)
+            course.stood(event.step, at - event.age_s)
             course.hung = course.hung or ((at, event) if event.final else None)
         if course.hung is not None and course.hung[1].stacks:  # Else the end of its worker tells of it.
             self._count_hang(*course.hung, course.blamed)

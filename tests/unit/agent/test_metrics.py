@@ -69,6 +69,25 @@ def test_a_hang_is_counted_while_it_lasts_and_once_as_a_failure(node: str) -> No
     assert sum(after[bucket] for bucket in BUCKETS) == pytest.approx(52.0 - (node == "b") * 0.5)
 
 
+def test_the_time_of_a_script_without_a_loop_is_counted() -> None:
+    """While its optimizers make steps, and while it is known that they stand still: as the report counts it."""
+    metrics = Metrics()
+    told = [each for each in TOLD[:6] if not isinstance(each[2], events.FirstStep)]
+    told += [(at, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=int(at))) for at in (9.0, 14.0, 19.0)]
+    for entry in told:
+        metrics.tell(record(*entry))
+    before = values(metrics, "a", 19.5)
+    assert (before["train"], before["detect"]) == pytest.approx((10.5, 0.0))
+    metrics.tell(record(24.0, "a", events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
+    found = [values(metrics, "a", now) for now in (30.0, 40.0)]
+    assert [(each["train"], each["detect"]) for each in found] == [pytest.approx((16.5, each)) for each in (10.0, 20.0)]
+    metrics.tell(record(41.0, "a", events.GoesOn(1, 20, 21.0)))
+    metrics.tell(record(44.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=23)))
+    metrics.tell(record(49.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=28)))
+    after = values(metrics, "a", 50.0)
+    assert (after["train"], after["detect"]) == pytest.approx((19.5, 21.0))
+
+
 def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:
     """As the report does."""
     metrics = Metrics()

@@ -202,6 +202,33 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     assert named == [[], [], [(0,)]]
 
 
+@pytest.mark.parametrize("entered", [6, 0], ids=["with a Loop", "without"])
+def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) -> None:
+    """Once, with how long none was made, by an event and a sentence; nothing is said of one that was not told."""
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
+    page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
+    monitor._say = said.append
+    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
+    waits = {"workers": [[1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]]}
+
+    def step(number: int, at: float) -> None:
+        page.step_at_ns, page.step, page.entered, page.stepping = int(at * 1e9), number, number + 1, 1
+        if not entered:
+            page.beat_at_ns, page.beats, page.step_at_ns, page.entered, page.stepping = page.step_at_ns, number, 0, 0, 0
+
+    for number, at in ((5, began - 4), (6, began + 8), (7, began + 8.1)):
+        step(number, at)
+        monitor.look_closer(max(began, at), [page], group, 2, ask_s=[0.0])
+        if number == 5:
+            monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+            assert monitor.is_to_ask(began, first=True)
+            monitor.blame(2, {"n0": "", "n1": ""}, {"n1": waits}, {})
+    page.close()
+    assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
+    assert kept[1] == events.GoesOn(2, 5, 12.0)
+    assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
+
+
 @pytest.mark.parametrize(
     ("entered", "made", "named"),
     [

@@ -91,6 +91,28 @@ def test_a_hang_of_the_only_worker_is_in_every_view():
     assert over["detect"] == pytest.approx(14.0)
 
 
+PLAIN = [each for each in THREE_STEPS if not isinstance(each[2], events.FirstStep)]
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_hang_without_a_loop_is_in_every_view_until_the_steps_go_on(node):
+    """Of one node as of the run: that it stands, since when, and its time; afterwards that it does not."""
+    hang = [(at, each, culprit(20, at - 6.0)) for at in (9.5, 12.0) for each in "ab"]
+    ends = [(20.0, each, events.GoesOn(1, 20, 14.0)) for each in "ab"]
+    own, whole = ([each for each in PLAIN if each[1] in nodes] for nodes in (node, "ab"))
+    for begins in (own, whole):
+        nodes = {each[1] for each in begins}
+        lasts = story([*begins, *(each for each in hang if each[1] in nodes)])
+        text = "no step for 12 s after step 20: rank 1 sleeps"
+        assert (state(lasts, 18.0), lasts.standing_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
+        assert text in now_at(lasts, 18.0, None)
+        assert totals(lasts.spans_by_node(18.0)[node])["detect"] == pytest.approx(12.0)
+        over = story([*begins, *(each for each in hang + ends if each[1] in nodes)])
+        assert (state(over, 25.0), over.standing_s(25.0), doing(over)) == ("running", 0.0, "trains")
+        spent = totals(over.spans_by_node(25.0)[node])
+        assert (spent["detect"], spent["train"]) == pytest.approx((14.0, 2.5 + 5.0))
+
+
 def test_a_pause_is_no_hang():
     """Time in `loop.pause` counts as that, although there is no step."""
     entries = [
