@@ -9,14 +9,17 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.cli.options import add_command, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS
-from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.std_streams import keep_last_line, write
 from elasticrt.option_values import host_and_port, option
 from elasticrt.run_options import EtcdOptions
 
@@ -47,17 +50,36 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the findings. Exit code 0 where no check fails, else 1. Raises ConfigError for unusable options."""
-    from elasticrt.cli import doctor_looks, doctor_reach
-    from elasticrt.cli.doctor_findings import line
-
     options = read(MeetingFlags(), arguments, os.environ).placed(read(DoctorOptions(), arguments, os.environ))
-    if options.listen:
-        doctor_reach.answer_peers(doctor_looks.own_address(options)[0])
-        return EXIT_OK
-    failed = False
-    for title, look in (doctor_looks.LOOKS if options.peer is None else {"peer": doctor_looks.peer}).items():
-        for name, finding in doctor_looks.looked(title, look, options):
-            said = json.dumps({"check": name, **vars(finding)}) if options.json else line(name, finding)
-            write(sys.stdout, said + "\n")
-            failed = failed or finding.level == "fail"
+    with _last_line() as show:
+        show("loading")
+        from elasticrt.cli import doctor_looks, doctor_reach
+        from elasticrt.cli.doctor_findings import line
+
+        if options.listen:
+            show("")
+            doctor_reach.answer_peers(doctor_looks.own_address(options)[0])
+            return EXIT_OK
+        failed = False
+        for title, look in (doctor_looks.LOOKS if options.peer is None else {"peer": doctor_looks.peer}).items():
+            show(f"looking at: {title}")
+            for name, finding in doctor_looks.looked(title, look, options):
+                said = json.dumps({"check": name, **vars(finding)}) if options.json else line(name, finding)
+                write(sys.stdout, said + "\n")
+                failed = failed or finding.level == "fail"
     return EXIT_WORKERS if failed else EXIT_OK
+
+
+@contextmanager
+def _last_line() -> Iterator[Callable[[str], None]]:
+    """What shows a text at the end of the terminal, until the context ends. Nothing is shown where stderr is none."""
+    if not fits(sys.stderr, os.environ):
+        yield lambda _: None
+        return
+    last = LastLine(sys.stderr)
+    keep_last_line(last.aside)
+    try:
+        yield last.draw
+    finally:
+        keep_last_line(None)
+        last.draw("")

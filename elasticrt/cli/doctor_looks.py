@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import platform
+import queue
 import resource
 import socket
 import subprocess
@@ -51,21 +52,28 @@ print(json.dumps({
 Look = Callable[[DoctorOptions], Iterator[tuple[str, Finding]]]
 
 
-def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> list[tuple[str, Finding]]:
-    """The findings of `look` within `wait_s` seconds. If it fails or hangs, that is one more, with its `title`."""
-    found: list[tuple[str, Finding]] = []
+def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> Iterator[tuple[str, Finding]]:
+    """The findings of `look` within `wait_s` seconds, each as soon as it is known.
+
+    If it fails or hangs, that is one more, with its `title`.
+    """
+    found: queue.SimpleQueue[tuple[str, Finding] | None] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            found.extend(look(options))
+            for each in look(options):
+                found.put(each)
         except Exception as error:  # noqa: BLE001  As said above.
-            found.append((title, Finding("fail", str(error) or repr(error))))
+            found.put((title, Finding("fail", str(error) or repr(error))))
+        found.put(None)
 
-    thread = threading.Thread(target=work, name="elasticrt-doctor", daemon=True)
-    thread.start()
-    thread.join(wait_s)
-    late = [(title, Finding("fail", f"no answer within {wait_s:g} s"))] if thread.is_alive() else []
-    return [*found, *late]
+    threading.Thread(target=work, name="elasticrt-doctor", daemon=True).start()
+    deadline = time.monotonic() + wait_s
+    try:
+        while (each := found.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            yield each
+    except queue.Empty:
+        yield title, Finding("fail", f"no answer within {wait_s:g} s")
 
 
 def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:

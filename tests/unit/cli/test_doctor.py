@@ -172,7 +172,7 @@ def test_a_checkpoint_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_a_look_that_hangs_or_breaks_hides_no_other() -> None:
-    """What was found before is kept; what is wrong with the look itself is one line about it."""
+    """What was found before is said at once; what is wrong with the look itself is one line about it."""
     hung = threading.Event()
 
     def hangs(_: DoctorOptions) -> Any:
@@ -183,10 +183,16 @@ def test_a_look_that_hangs_or_breaks_hides_no_other() -> None:
         yield "a", Finding("ok", "fine")
         raise KeyError("etcd")
 
-    late = ("b", Finding("fail", "no answer within 0.1 s"))
-    assert looked("b", hangs, DoctorOptions(), 0.1) == [("a", Finding("ok", "fine")), late]
+    found = looked("b", hangs, DoctorOptions(), 60.0)
+    assert next(found) == ("a", Finding("ok", "fine")), "the look is still under way"
     hung.set()
-    assert looked("b", breaks, DoctorOptions()) == [("a", Finding("ok", "fine")), ("b", Finding("fail", "'etcd'"))]
+    assert list(found) == []
+    hung.clear()
+    late = ("b", Finding("fail", "no answer within 0.1 s"))
+    assert [*looked("b", hangs, DoctorOptions(), 0.1)][-1] == late
+    hung.set()
+    expected = [("a", Finding("ok", "fine")), ("b", Finding("fail", "'etcd'"))]
+    assert list(looked("b", breaks, DoctorOptions())) == expected
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +206,27 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert [each["check"] for each in found if each["level"] == "fail"] == ["torch"]
 
 
+def test_at_a_terminal_it_says_what_it_looks_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line that is taken away in the end; its output is the same as without a terminal."""
+    terminal, inside = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(inside, "w") as shown:
+        monkeypatch.setattr(sys, "stderr", shown)
+        assert main(["doctor", "--peer", f"127.0.0.1:{free_port()}"]) == 1
+        said = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert "loading" in said
+    assert "looking at: peer" in said
+    assert said.endswith("\r\x1b[K")
+    assert capsys.readouterr().out.startswith("fail  peer ")
+
+
 def test_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod is looked at where Kubernetes says that this is one."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert looked("scheduler", doctor_looks.scheduler, DoctorOptions()) == []
+    assert list(looked("scheduler", doctor_looks.scheduler, DoctorOptions())) == []
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     ((name, finding),) = looked("scheduler", doctor_looks.scheduler, DoctorOptions())
     assert (name, "of memory left" in finding.what) == ("kubernetes", True)
