@@ -129,6 +129,10 @@ def describe(
         said = f"waits for {counted(missing, 'more node')}"
         left_s = spec.spec.join_timeout_s - (waited_s or 0.0)
         said += f", no step for {lasted(waited_s)}; gives up in {lasted(left_s)}" if waited_s is not None else ""
+    if generation is not None and waits and result is None and missing <= 0 < spec.spec.min_nodes - generation.nodes:
+        newcomers = [member.node for member in members if member.generation != generation.number]
+        said = f"waits until {', '.join(newcomers)} can train"
+        said += f", no step for {lasted(waited_s)}" if waited_s is not None else ""
     lines = [f"run {run_id}: {said}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"

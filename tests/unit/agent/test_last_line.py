@@ -32,10 +32,10 @@ SEAT = object()
 
 def view(*members: str, short: float | None = None, **fields: object) -> SimpleNamespace:
     """What a leader that may have a seat knows."""
-    seated = fields.pop("seated", False)
+    seated, newcomers = fields.pop("seated", False), fields.pop("newcomers", "")
     basic = {"handover": None, "leads": True, "complete": True, "generation": None, "number": 0, "roster_known": True}
     known = {**basic, "members": dict.fromkeys(members), "short_since": short, **fields}
-    known["order"] = lambda: [SimpleNamespace(node=name) for name in members]
+    known["order"] = lambda: [SimpleNamespace(node=name) for name in members if name not in newcomers]
     return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
 
 
@@ -60,6 +60,18 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
             replace(ME, running=2), view("a", "b", leads=False, generation=WAITING, number=2, seated=True),
             Wait("b leads"), "", None,
             Doing("waiting for nodes", "a, b here, 1 missing"), id="survivors wait, and another one leads",
+        ),
+        pytest.param(
+            replace(ME, running=2),
+            view("a", "b", "c", newcomers="c", generation=WAITING, number=2, seated=True),
+            Wait("2 of 3 nodes ready; others are setting up", 9.0), "", None,
+            Doing("waiting for nodes", "a, b here, c sets up"), id="a newcomer is no missing node",
+        ),
+        pytest.param(
+            replace(ME, running=2, spec=SimpleNamespace(min_nodes=5, join_timeout_s=600.0)),
+            view("a", "b", "c", "d", newcomers="cd", leads=False, generation=WAITING, number=2, seated=True),
+            Wait("b leads"), "", None,
+            Doing("waiting for nodes", "a, b here, c, d set up, 1 missing"), id="newcomers, and too few of them",
         ),
         pytest.param(
             replace(ME, running=2), view("a", "b", short=5.0, generation=GENERATION, number=2, seated=True),

@@ -189,6 +189,15 @@ def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float 
     assert ("  a: waiting, " in lines[-1]) is waits
 
 
+def test_status_says_that_the_run_waits_for_a_newcomer_to_set_up() -> None:
+    """There are enough nodes, and one of them cannot train yet."""
+    members = [MEMBER.model_copy(update={"generation": 2}), MEMBER.model_copy(update={"node": "b", "warm": False})]
+    lines = describe("r", SPEC, members, generation=agreed(waits=True), saved=None, result=None,
+        without_nodes="nobody is here", waited_s=12.0)  # fmt: skip
+    assert lines[0] == "run r: waits until b can train, no step for 12 s"
+    assert lines[-1].startswith("  b: starting, ")
+
+
 def test_resize_says_how_many_nodes_are_not_in_the_generation() -> None:
     """Those that stand by or start; nothing where all are, and before there is a generation."""
     runs = (MEMBER.model_copy(update={"generation": 2}), None)
