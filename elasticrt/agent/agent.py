@@ -295,7 +295,7 @@ class Agent(Side):
                 self._ask_store(event)
             case Commit():
                 self.saved, took_s = event, round(self.node.saving_s(), 3)
-                self.console.events.write(events.Committed(event.step, event.generation, event.size, took_s))
+                self.console.committed(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
                 if isinstance(event, WorkerSaid) and isinstance(event.message, Step):

@@ -249,6 +249,13 @@ class Console:
         """Say that the run has succeeded before, with this `result`."""
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
 
+    def committed(self, event: events.Committed) -> None:
+        """Write that a checkpoint is committed, and say it where the one before could not be saved."""
+        missed = self.story.unsaved
+        self.events.write(event)
+        if missed is not None:
+            self.warn(f"step {event.step:,} is saved: checkpoints can be saved again")
+
     def published(self, decision: Publish, before: View) -> None:
         """Note which nodes of `before` the published generation has lost: not those that have left in order."""
         stay = {seat.incarnation for seat in decision.seats}
@@ -272,17 +279,20 @@ class Console:
             return  # That generation ended before this node joined, and the next one follows.
         self._stood_by = view.number
         tell(new, tuple(seat.node for seat in view.order()))
+        self._say_changes(-math.inf)  # What the generation before leaves to be said comes first.
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
         until = _STANDS_BY_UNTIL[me.spec.join]
         cause = cause_of(self.story, new.number, new.cause)
         self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 
     def left(self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0) -> None:
-        """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
+        """Say how it went, what is saved (`head`) when this node leaves by `decision`, and how to go on.
 
         `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
         that its workers have finished, if they could not hand over in time, and `head` is known.
         """
+        self._say_changes(math.inf)
+        self._summarize()
         if decision.others_go_on:
             if late_after > (head.reached if head is not None else 0):
                 text = f"step {late_after:,} was not handed over, and no checkpoint has it"
@@ -316,13 +326,17 @@ class Console:
             self.events.write(events.Failure(text=result.text))
             self.say(result.text, "failure", level="error")
         self.events.write(events.Result(status=result.status, code=result.code, reason=result.reason))
+        self._summarize()
+        level = "info" if result.status == "succeeded" else "error"
+        said = {"status": result.status, "code": result.code, "reason": result.reason}
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
+
+    def _summarize(self) -> None:
+        """Say how the run went, as far as this node knows, and where more is told."""
         for line in summary(self.story):
             self.say(line, "summary")
         if self.story.chapters:
             self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}", "summary")
-        level = "info" if result.status == "succeeded" else "error"
-        said = {"status": result.status, "code": result.code, "reason": result.reason}
-        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 
 
 def _ranks(first: int, count: int) -> str:

@@ -43,6 +43,7 @@ from elasticrt.liveness.stacks import Stacks
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
+from elasticrt.story.sentences import unsaved
 from elasticrt.workers.failures import lost_peer, stopped
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.gpu_failures import suspects_gpu
@@ -564,7 +565,9 @@ class Supervisor:
             case Step() as step if self._is_current(event):
                 self._stepped(event, step)
             case Unsaved() as missed:
-                self._events.write(events.Unsaved(missed.step, event.generation, missed.reason))
+                told = events.Unsaved(missed.step, event.generation, missed.reason)
+                self._events.write(told)
+                self._say(unsaved(told))
             case Damaged() as found if self._is_current(event):
                 # No generation may resume from this copy again: the next takes another node's copy, or the head.
                 self.seating.memory.forget()

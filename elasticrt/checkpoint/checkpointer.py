@@ -136,7 +136,6 @@ class Checkpointer:
         try:
             self._directory.claim(partial(self._head.take, patient=patient))
         except (NoAnswer, OSError) as error:
-            _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
             self._missed(NoAnswer if isinstance(error, NoAnswer) else CheckpointError, step, self._generation, error)
             return []
         self._saves = True
@@ -208,10 +207,15 @@ class Checkpointer:
     def _missed(
         self, kind: type[Exception], step: int, generation: int, why: str | Exception, *, repeated: bool = False
     ) -> None:
-        """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it."""
+        """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it.
+
+        The agent tells people of it; without an agent a warning does.
+        """
         agent = agent_client.agent_link()
         if agent is not None and not repeated:
-            agent.say(Unsaved(step, cut(str(why), UNSAVED_MAX_BYTES)))
+            agent.say(Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES)))
+        level = logging.INFO if agent is not None or repeated else logging.WARNING
+        _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
             goes_on = "from the newest checkpoint that is left"
@@ -263,16 +267,14 @@ class Checkpointer:
         try:
             commit = self._directory.write(draft, snapshot.write_to)
         except (OSError, Unfit) as error:
-            _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
             self._missed(CheckpointError, step, draft.commit.generation, error)
             return
         refusal = self._head.commit(commit)
         if refusal:
             if refusal.startswith(TAKEN):
                 raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
-            level, why = logging.INFO if refusal.startswith(OVER) else logging.WARNING, refusal.removeprefix(OVER)
-            _log.log(level, "the checkpoint of step %d was not committed: %s", step, why)
-            self._missed(RuntimeError, step, draft.commit.generation, why, repeated=level == logging.INFO)
+            why, repeated = refusal.removeprefix(OVER), refusal.startswith(OVER)
+            self._missed(RuntimeError, step, draft.commit.generation, why, repeated=repeated)
             return
         _unsaved.pop(self._directory.path, None)
         try:

@@ -66,7 +66,7 @@ def test_the_last_save_fails(tmp_path: Path) -> None:
     It may have left before the save fails.
     """
     with terminals(tmp_path, FULL, "ab", "--nnodes", "2", "--log-dir", "run") as agents:
-        wait_until(lambda: any("was not saved" in each.text() for each in agents), "a save fails", 60)
+        wait_until(lambda: any("could not be saved: [Errno 28]" in each.text() for each in agents), "a save fails", 60)
         done = stop(tmp_path)
         codes = {each.ended(): each for each in agents}
     assert set(codes) == {5, 143}

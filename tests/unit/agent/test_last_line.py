@@ -160,6 +160,35 @@ def test_a_leave_that_a_hang_keeps_from_saving_names_it(tmp_path, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
+def test_saves_that_fail_and_succeed_again(tmp_path, capsys):
+    """The first checkpoint after one that could not be saved is told; others are not."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, "a", "start"), events.Unsaved(60, 1, "No space left on device (ckpt)")):
+        console.events.write(event)
+    for step in (70, 80):
+        console.committed(events.Committed(step, 1))
+    assert capsys.readouterr().err == "elasticrt: step 70 is saved: checkpoints can be saved again\n"
+    assert (tmp_path / "events-a.jsonl").read_text().count('"committed"') == 2
+
+
+@pytest.mark.parametrize("go_on", [True, False])
+def test_who_leaves_says_how_the_run_went(go_on, tmp_path, capsys):
+    """The same lines as at the end of a run, before the one on how to go on, or to come back."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, "ab", "start"), events.FirstStep(1, 1, 0, None, None), events.Step(1, 75, 0, {})):
+        console.events.write(event)
+    console.left(Leave("SIGINT received", others_go_on=go_on), None)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("elasticrt: generation 1: 2 nodes, world size 2, first step 1 after 0.")
+    assert said[1].startswith("elasticrt: seen from this node: 75 steps")
+    assert said[-2] == f"elasticrt: more: elasticrt report {tmp_path}"
+    assert said[-1].startswith("elasticrt: to bring this node back" if go_on else "elasticrt: to go on")
+
+
 @pytest.mark.parametrize(("rank", "shown"), [(1, "epoch 3  loss 0.5  checkpoint 38"), (0, "step 1")])
 def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
     """Epoch, loss and checkpoint are rank 0's events; elsewhere they come from the own workers, and from the run."""

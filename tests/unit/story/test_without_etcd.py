@@ -72,7 +72,10 @@ def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
 
 
 def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
-    """It had seen etcd die, and the leader's own word for what follows is "start"."""
+    """It had seen etcd die, and the leader's own word for what follows is "start".
+
+    The sentence about the generation before, which waited for its cost, comes first.
+    """
     options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
     edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
     console = Console(SimpleNamespace(node="b", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
@@ -94,7 +97,8 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
     for _ in range(2):
         console.generation(view, me, stands_by)
     console.events.close()
-    said = capsys.readouterr().err
-    assert (
-        said.count("generation 2: etcd had died, and a fresh one was started, 1 node, world size 1 (standing by") == 1
-    )
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (standing by")[0] for line in said] == [
+        "elasticrt: generation 1: 2 nodes, world size 2",
+        "elasticrt: generation 2: etcd had died, and a fresh one was started, 1 node, world size 1",
+    ]
