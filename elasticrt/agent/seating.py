@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,14 +42,18 @@ class Seating:
         self.ports = edges.store_ports()
         self.memory = SnapshotCache(edges.close_file)
 
-    def start(self, generation: Generation, seat: Seat, *, shared: bool) -> None:
+    def start(self, generation: Generation, seat: Seat, last: tuple[int, int], *, shared: bool) -> None:
         """Start new workers for all of a `seat` in `generation`.
 
-        `shared`: they inherit the store's socket; otherwise they bind its port anew.
+        `last`: see `Progress.last`. `shared`: they inherit the store's socket; otherwise they bind its port anew.
         """
         copy, leads = generation.memory, seat.index == 0
         self.memory.renew(copy)
-        envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
+        step, at_ns = last
+        envs = [
+            replace(worker_env(self._settings, generation, seat, rank), last_step=step, last_step_at_ns=at_ns)
+            for rank in range(seat.workers)
+        ]
         listen = self.ports.take(generation.master_port, shared=shared) if leads else None
         self._start(generation.number, envs, listen, self.memory.descriptor(copy) if leads else -1)
         # The next generation needs another port. The member key announces it before ranks are agreed on.

@@ -485,7 +485,7 @@ class Supervisor:
         copy, resume = generation.memory, generation.resume
         self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
         # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
-        self.seating.start(generation, seat, shared=self._method == "fork")
+        self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:
         """Let living workers go on in `generation`: first those of the one before, then those that have set up."""

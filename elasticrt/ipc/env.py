@@ -200,6 +200,9 @@ class WorkerEnv:
 
     `cause`: why the generation was made, in its leader's words.
 
+    `last_step`, `last_step_at_ns`: the newest step of this node's workers before the generation, and when it was done
+    (CLOCK_MONOTONIC); 0: they have made none, or it is not known.
+
     `as_srun`: set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on.
 
     `gpu`: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": it sees the GPUs of
@@ -229,6 +232,8 @@ class WorkerEnv:
     run_dir: str = _variable("ELASTICRT_RUN_DIR")
     role: str = _variable("ROLE_NAME", "default")
     cause: str = _variable("ELASTICRT_CAUSE", "")
+    last_step: int = _variable("ELASTICRT_LAST_STEP", 0)
+    last_step_at_ns: int = _variable("ELASTICRT_LAST_STEP_AT_NS", 0)
     as_srun: bool = False
     gpu: str = _variable("ELASTICRT_GPU", "")
     signals: str = _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "")

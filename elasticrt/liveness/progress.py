@@ -240,6 +240,11 @@ class Progress:
         """The same, or what it was before they ended; 0 before the first."""
         return self.step() or self._last
 
+    @property
+    def last(self) -> tuple[int, int]:
+        """The last step before the present generation, and its end in CLOCK_MONOTONIC nanoseconds; 0, 0: not known."""
+        return self._last, self._last_ns
+
     def age_s(self) -> float:
         """Seconds since the last step of this node's workers; 0.0 if there was none."""
         newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])

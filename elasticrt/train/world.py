@@ -37,8 +37,9 @@ class Change:
         world_size: processes in it.
         world_size_before: processes in the world that this process was in before, 0 for none.
         cause: why, in words such as `node-2 lost`; "" without an agent.
-        pause_s: seconds since this process's last step; None where it has made none.
-        steps_lost: steps that this process had finished and that are done again.
+        pause_s: seconds since this process's last step, after a restart since that of its node's workers; None where
+            there was none.
+        steps_lost: steps that they had finished and that are done again.
     """
 
     generation: int
@@ -90,7 +91,10 @@ class World:
             self._state.restore(found.data)
             self.resumed_size = found.world_size
         self._has_state(self._saving.checkpointer.start)
-        self._announce_change()
+        if worker is None or self._page.step_at_ns:  # A second Loop of the script has its beginning, and no cost.
+            self._announce_change()
+        else:
+            self._announce_change(worker.last_step_at_ns, worker.last_step - self._saving.run.total)
 
     def go_on(self) -> None:
         """Take the seat in the next generation, and get the state that all others have there."""
@@ -108,7 +112,7 @@ class World:
                 if self.in_place.waits:  # For a generation with enough nodes.
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
-                self._announce_change(stepped_at_ns, steps)
+                self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
                 continue
@@ -234,8 +238,9 @@ class World:
         elif self._state.whole:
             _log.warning("the newest step is not left to the agent: the script has changed the state since, or left")
 
-    def _announce_change(self, stepped_at_ns: int = 0, steps: int = 0) -> None:
-        """Call all of `on_change`. This process made its last step, `steps`, at `stepped_at_ns`; 0 if it made none."""
+    def _announce_change(self, stepped_at_ns: int = 0, steps_lost: int = 0) -> None:
+        """Call all of `on_change`. The last step before was made at `stepped_at_ns`, 0: there was none; so many steps
+        are done again."""
         worker = self.in_place.worker
         change = Change(
             generation=0 if worker is None else worker.generation,
@@ -243,7 +248,7 @@ class World:
             world_size_before=self._size_before,
             cause="" if worker is None else worker.cause,
             pause_s=(time.monotonic_ns() - stepped_at_ns) / 1e9 if stepped_at_ns else None,
-            steps_lost=max(0, steps - self._state.position.steps) if stepped_at_ns else 0,
+            steps_lost=max(0, steps_lost) if stepped_at_ns else 0,
         )
         for call in self.on_change:
             call(change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import Save
 from elasticrt.train.loop import Change, Loop
+from tests.fake_worker import Agent, under
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -134,3 +138,26 @@ def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:
     loop.on_change(told.append)
     for _ in loop.epochs(1):
         assert told == [Change(generation=0, world_size=1, world_size_before=0)]
+
+
+def test_on_change_is_told_what_a_restart_has_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last step of the node's workers before, which their agent remembers; a second Loop has cost nothing."""
+    told: list[Change] = []
+
+    def train(directory: str, steps: int) -> None:
+        loop = Loop(tmp_path / directory)
+        loop.on_change(told.append)
+        for _ in loop.steps(steps):
+            with loop.step():
+                pass
+
+    first = Agent()
+    with under(first, monkeypatch):
+        train("ckpt", 3)
+    head, last_ns = Commit.from_fields(first.of(Save)[-1].commit), time.monotonic_ns() - 2 * 10**9
+    with under(Agent(head.nonce), monkeypatch, resume=head, generation=2, last_step=8, last_step_at_ns=last_ns):
+        train("ckpt", 5)
+        train("second", 1)
+    assert [each.steps_lost for each in told] == [0, 5, 0]
+    assert [each.pause_s is None for each in told] == [True, False, True]
+    assert 2.0 <= (told[1].pause_s or 0.0) < 60.0
