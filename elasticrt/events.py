@@ -201,9 +201,9 @@ class Recovery:
         generation: the new one.
         pause_s: seconds between the last step before it and the first one after it.
         phases: ms of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
-            is agreed), "stop" (the old workers are gone), "start" (the new ones run), "script" (`elasticrt.init` is
-            called, or a living worker has its new seat), "init" (there is a process group), "restore" (the state is
-            restored), "first_step" (a step is done). They add up to the pause.
+            is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run),
+            "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
+            group), "restore" (the state is restored), "first_step" (a step is done). They add up to the pause.
     """
 
     generation: int

@@ -20,7 +20,7 @@ from typing import TypeVar
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import ANEW
-from elasticrt.story.buckets import STANDS_KEPT, TRAIN, Course, LifeSpans, Span, together, totals
+from elasticrt.story.buckets import AGREE, STANDS_KEPT, TRAIN, WAITING, Course, LifeSpans, Span, together, totals
 
 POINTS_MAX = 4000
 """How many points of the curve of scalars are kept."""
@@ -137,6 +137,7 @@ class Chapter:
         pause_s: the longest pause of a node; None if none had trained before.
         redone: steps that were finished before it, and are done again; None: it is not known which were.
         phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
+            A wait for nodes, which events count as "agree", is one of its own, with the name of the bucket.
     """
 
     number: int
@@ -500,7 +501,11 @@ class Story:
             return
         if chapter is self.chapter:  # A script without a Loop reports no first step.
             chapter.stepped(node, at)
-        seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
+        seconds: dict[str, float] = {}
+        for name, took_ms in event.phases.items():
+            waited_s = self._waited_s(chapter, took_ms / 1000) if name == AGREE else 0.0
+            seconds |= {WAITING: waited_s} if waited_s else {}
+            seconds[name] = took_ms / 1000 - waited_s
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds
         elif chapter.pause_s is None and sum(seconds.values()) > sum(chapter.phases.values()):
@@ -622,6 +627,13 @@ class Story:
             return f"{', '.join(killed)} lost (killed)", "lost"
         return ANEW, "start" if all(life is not None for _, life in lives) else kind
 
+    def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
+        """For how much of `agree_s`, the seconds until `chapter` was agreed, there were too few nodes for it."""
+        waits = list(takewhile(lambda each: each.waits, reversed(self.chapters[: self.chapters.index(chapter)])))
+        if waits:
+            return min(agree_s, chapter.begin - waits[-1].begin)
+        return agree_s if self._was_short(chapter.number) else 0.0
+
     def _was_short(self, generation: int) -> bool:
         """Whether `generation` had to wait for more nodes, because too few were left of the one before."""
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
@@ -630,7 +642,7 @@ class Story:
         stayed = [
             node
             for node in chapter.nodes
-            if node in before.nodes and node in self._present and self._present[node].begin <= before.begin
+            if node in before.nodes and (node not in self._present or self._present[node].begin <= before.begin)
         ]
         return len(stayed) < self.min_nodes
 

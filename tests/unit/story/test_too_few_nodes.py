@@ -16,7 +16,7 @@ from elasticrt.spec import RunSpec
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import SILENT, Story
-from elasticrt.story.report import changes, state
+from elasticrt.story.report import changes, longest, state
 from elasticrt.story.sentences import now_at
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
 
@@ -52,6 +52,28 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
         assert totals(told.spans(now))["waiting for nodes"] >= waited_s
     joiner = totals(story(GOES_ON).spans_by_node(31.0)["c"])
     assert "standby" not in joiner, "nobody trained without it"
+
+
+def test_the_wait_is_no_phase_of_the_agreement() -> None:
+    """The report of a change tells it by its own name, of workers that wait with their state as of new ones."""
+    kept = story(GOES_ON).chapters[-1]
+    assert kept.phases == pytest.approx(
+        {"detect": 0.3, "waiting for nodes": 19.5, "agree": 0.2, "script": 0.1, "first_step": 0.4}
+    )
+    assert sum(kept.phases.values()) == pytest.approx(kept.pause_s)
+    assert longest(kept).startswith("waiting for nodes 19.50 s, ")
+    anew = story(BEGINS_ANEW).chapters[-1].phases
+    assert (anew["waiting for nodes"], anew["agree"]) == pytest.approx((19.5, 0.0))
+
+
+def test_a_change_with_enough_nodes_has_no_wait_for_them() -> None:
+    """Also by the events of one node alone, which do not tell how long the others have lived."""
+    at_ten = [(10.0, "a", begun(2, "ab", "failure", "rank 1 failed", in_place=False))]
+    recovery = events.Recovery(2, 6.0, {"detect": 500.0, "agree": 100.0, "start": 2400.0, "first_step": 3000.0})
+    for nodes in ("a", "ab"):
+        told = story([*(each for each in TWO_NEEDED if each[1] in nodes), *at_ten, (16.0, "a", recovery)])
+        assert told.chapters[-1].phases["agree"] == pytest.approx(0.1)
+        assert totals(told.spans_by_node()["a"])["waiting for nodes"] == pytest.approx(1.0), "before the first"
 
 
 ENDS: list[Entry] = [
