@@ -90,7 +90,12 @@ def _command(
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """The directory of the run that was named, else of the newest. Raises ConfigError where there is none."""
+    """The directory of the run that was named, else of the newest. With --follow it is waited for.
+
+    Raises ConfigError where there is none.
+    """
+    if getattr(arguments, "follow", False):
+        return _awaited(arguments.run, arguments.log_dir)
     if arguments.run is not None:
         return run_dir.find(arguments.run, arguments.log_dir)
     found = next(run_dir.newest(arguments.log_dir), None)
@@ -98,6 +103,19 @@ def directory_of(arguments: argparse.Namespace) -> Path:
         what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
         raise ConfigError(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy)
     return found
+
+
+def _awaited(run: str | None, log_dir: str) -> Path:
+    """The directory of this run, or of the newest, as soon as there are events. People are told of the wait."""
+    said = False
+    while True:
+        found = next(run_dir.newest(log_dir), None) if run is None else run_dir.look_for(run, log_dir)
+        if found is not None:
+            return found
+        if not said:
+            said = True
+            tell(f"elasticrt: waiting for the first event of {run or 'a run'} in {log_dir}, until Ctrl-C\n")
+        time.sleep(LOOK_EVERY_S)
 
 
 def show(arguments: argparse.Namespace) -> int:

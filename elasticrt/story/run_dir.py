@@ -16,12 +16,23 @@ END_BYTES = 4096
 """The last line of an agent that has ended is shorter."""
 
 
-def find(run: str, log_dir: str) -> Path:
-    """The directory of `run`: a path, or the name of a run below `log_dir`. Raises ConfigError when there is none."""
+def look_for(run: str, log_dir: str) -> Path | None:
+    """The directory of `run`: a path, or the name of a run below `log_dir`; None when there is none.
+
+    Raises ConfigError where it cannot be read.
+    """
     for directory in (Path(log_dir, run), Path(run)):
         if directory.is_dir() and files(directory):
             return directory
         check_events(directory)
+    return None
+
+
+def find(run: str, log_dir: str) -> Path:
+    """The same. Raises ConfigError when there is none."""
+    directory = look_for(run, log_dir)
+    if directory is not None:
+        return directory
     got, expected = f"no events-NODE.jsonl in {Path(log_dir, run)}", "the id of a run, or its directory"
     remedy = "See `elasticrt runs`, with --log-dir DIR for one that logs elsewhere"
     raise ConfigError("no such run", run, got=got, expected=expected, remedy=remedy)

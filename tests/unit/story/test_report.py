@@ -17,6 +17,7 @@ from elasticrt import events
 from elasticrt.cli.main import main
 from elasticrt.story.page import page
 from elasticrt.story.report import columns, generation_table, head, report, seconds, summary
+from tests.servers import wait_until
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
@@ -236,17 +237,18 @@ def test_the_state_of_an_ended_run_for_programs(run, capsys):
 
 @pytest.mark.parametrize(("command", "shown"), [("events", '"agent_stopped"'), ("logs", "==> logs/generation-1/")])
 def test_following_ends_with_the_run(run, command, shown, capsys):
-    """At once for one that has ended; else it says that it waits, and ends when the last agent has."""
+    """At once for one that has ended; else it says that it waits, also for the first event, and ends with the last."""
     assert main([command, "calm-fox", "--follow"]) == 0
     said = capsys.readouterr()
     assert shown in said.out
     assert said.err == ""
     directory = run / "elasticrt_runs" / "keen-koala"
-    (directory / "logs" / "generation-1").mkdir(parents=True)
-    (directory / "events-a.jsonl").touch()
-    (directory / "logs" / "generation-1" / "rank-0.a.out").write_text("half a line")
     following = threading.Thread(target=main, args=([command, "keen-koala", "--follow"],))
     following.start()
+    waits = "elasticrt: waiting for the first event of keen-koala in elasticrt_runs, until Ctrl-C\n"
+    wait_until(lambda: waits in capsys.readouterr().err, "it says what it waits for", 20)
+    (directory / "logs" / "generation-1").mkdir(parents=True)
+    (directory / "logs" / "generation-1" / "rank-0.a.out").write_text("half a line")
     write(directory, [entry for entry in LOST if entry[1] == "a"])
     following.join(20)
     assert not following.is_alive()
