@@ -291,15 +291,21 @@ class Console:
         `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
         that its workers have finished, if they could not hand over in time, and `head` is known.
         """
+        chapter, reached = self.story.chapter, head.reached if head is not None else 0
+        alone = chapter is not None and chapter.nodes == (self._node,)
+        missed = decision.saving if lost else late_after if alone else 0
+        told = self.story.unsaved.step if self.story.unsaved is not None else 0
+        if chapter is not None and missed > max(reached, told):
+            self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before it was"))
         self._say_changes(math.inf)
         self._summarize()
         if decision.others_go_on:
-            if late_after > (head.reached if head is not None else 0):
-                text = f"step {late_after:,} was not handed over, and no checkpoint has it"
-                self.say(f"{text}: it is lost unless another node's workers go on with it", "unsaved", level="error")
+            if late_after > reached:
+                text = f"step {late_after:,} was not handed over, and no checkpoint has it: it is lost"
+                unless = "" if alone else " unless another node's workers go on with it"
+                self.say(text + unless, "unsaved", level="error")
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
-        reached = head.reached if head is not None else 0
         behind = decision.saving if reached < decision.saving else 0
         if lost:
             stand, why = self.story.stand, ""

@@ -33,11 +33,14 @@ RESIZE_TRIES = 20
 
 
 def drain(arguments: argparse.Namespace) -> int:
-    """Have one node leave, and wait for that. Raises ConfigError, RendezvousTimeoutError, StoreError."""
+    """Have one node leave, wait for that, and say what becomes of the run.
+
+    Raises ConfigError, RendezvousTimeoutError, StoreError.
+    """
     options = options_given(arguments, LeaveOptions())
     name = arguments.name
     with live_run(arguments, options) as run:
-        members = run.members()
+        members, before = run.members(), run.record(run.keys.generation, Generation)
         if not members:
             raise run.without_nodes()
         if name not in members:
@@ -46,10 +49,19 @@ def drain(arguments: argparse.Namespace) -> int:
         life = members[name][0].incarnation
         # A node that has left may come back, as another member.
         _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
-        rest, least = len(run.members()), run.spec()[0].spec.min_nodes
-        short = f": {counted(rest, 'node')} left of at least {least}, the run waits for more" if rest < least else ""
-        write(sys.stdout, f"{name} has left run {run.keys.run_id}{short if rest else ', as the last node'}\n")
-    return EXIT_OK
+        rest, spec, after = len(run.members()), run.spec()[0], run.record(run.keys.generation, Generation)
+        trained = [each for each, (member, _) in members.items() if before and member.generation == before.number]
+        handed = before and after and after.number > before.number and after.in_place
+        ended, steps, lost = _saved(run, spec.attempt)
+        text, alone = f"{name} has left run {run.keys.run_id}", not rest or (trained == [name] and not handed)
+        if not rest:
+            text += f", as the last node: the run has {ended}"
+        elif rest < spec.spec.min_nodes:
+            text += f": {counted(rest, 'node')} left of at least {spec.spec.min_nodes}, the run waits for more"
+        elif alone:
+            text += f": no other node trained, and {counted(rest, 'node')} can go on"
+        write(sys.stdout, text + (steps if alone else "") + "\n")
+    return EXIT_CHECKPOINT if alone and lost else EXIT_OK
 
 
 def stop(arguments: argparse.Namespace) -> int:
@@ -61,22 +73,33 @@ def stop(arguments: argparse.Namespace) -> int:
             raise run.without_nodes()
         write(sys.stdout, f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n")
         _leave(run, lambda _: True, options.timeout_s)
-        result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
-        handover = run.record(run.keys.handover, HandoverRecord) if result is None else None
-        reached = saved.reached if saved is not None else 0
-        last = left_after(handover, run.directory) if handover is not None and handover.save else 0
-        ended = f"{result.status}: {result.reason}" if result is not None else "stopped"
-        steps = f"; {which_steps_are_saved(reached, last)}" if reached or last else ""
+        ended, steps, lost = _saved(run, attempt)
         write(sys.stdout, f"run {run_id} {ended}{steps}\n")
-    return EXIT_CHECKPOINT if last > reached else EXIT_OK
+    return EXIT_CHECKPOINT if lost else EXIT_OK
 
 
-def left_after(handover: HandoverRecord, directory: Path) -> int:
-    """The last step before a leave for `handover`: the agreed one, unless the run's events say that it has hung."""
+def _saved(run: LiveRun, attempt: int) -> tuple[str, str, bool]:
+    """How a run has ended whose trained nodes have left, which of its steps are saved, and whether some are lost."""
+    result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
+    if result is not None:
+        ended, last = f"{result.status}: {result.reason}", 0
+    else:
+        ended, last = "stopped", left_after(run.record(run.keys.handover, HandoverRecord), run.directory)
+    reached = saved.reached if saved is not None else 0
+    return ended, f"; {which_steps_are_saved(reached, last)}" if reached or last else "", last > reached
+
+
+def left_after(handover: HandoverRecord | None, directory: Path) -> int:
+    """The last step before a leave: that of a `handover` that saves, unless the run's events say that it has hung.
+
+    Without one it is the newest that the events tell of.
+    """
     story = read(directory) if has_events(directory) else None
-    if story is None or story.chapter is None or story.chapter.number != handover.generation:
-        return handover.step
-    return story.newest if story.newest == handover.step - 1 else handover.step
+    newest = story.newest if story is not None else 0
+    if handover is None or not handover.save:
+        return newest
+    same = story is not None and story.chapter is not None and story.chapter.number == handover.generation
+    return newest if same and newest == handover.step - 1 else handover.step
 
 
 def resize(arguments: argparse.Namespace) -> int:

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt import events
+from elasticrt.event_log import records
 from tests.cluster import TOGETHER, Cluster
 from tests.integration.agent.test_narration import LOOP, terminals
 from tests.servers import wait_until
 
 
-def stop(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def stop(directory: Path, *words: str, command: str = "stop") -> subprocess.CompletedProcess[str]:
     """The command, in the directory of the run."""
-    command = [sys.executable, "-m", "elasticrt", "stop", "--log-dir", "run", *words]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=90, check=False)
+    line = [sys.executable, "-m", "elasticrt", command, "--log-dir", "run", *words]
+    return subprocess.run(line, cwd=directory, capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,24 @@ def test_the_last_save_fails(tmp_path: Path) -> None:
     assert text.splitlines()[-1].startswith("elasticrt: to go on: the same command, with --run-id said-")
     known = r"step \d+ is saved; the node of rank 0 says whether step \d+ is; to go on: the same command"
     assert re.search(known, codes[143].text()), codes[143].text()
+
+
+def test_a_drain_says_what_is_lost_with_the_only_node_that_has_trained(tmp_path: Path) -> None:
+    """Its worker hangs, and the other node stands by: exit code 5, which steps are not saved, and the run goes on."""
+    hang = "        if number == 5:\n            print('it hangs', flush=True)\n            time.sleep(600)\n"
+    options = ("--nnodes", "1:1", "--drain-timeout", "1s", "--log-dir", "run")
+    with terminals(tmp_path, LOOP + hang, "ab", *options) as agents:
+        wait_until(lambda: sorted("it hangs" in each.text() for each in agents) == [False, True], "one hangs", 60)
+        wait_until(lambda: any("standing by here" in each.text() for each in agents), "the other stands by", 60)
+        hung = next(each for each in agents if "it hangs" in each.text())
+        name = "ab"[agents.index(hung)]
+        done = stop(tmp_path, name, command="drain")
+        assert hung.ended() == 143
+    assert done.returncode == 5, done.stderr
+    said = r": no other node trained, and 1 node can go on; no step is saved, steps? [\d to]+ (is|are) not: "
+    assert re.search(f"{name} has left run said-.*{said}", done.stdout), done.stdout
+    told = [each.event for each in records(next(tmp_path.glob(f"run/*/events-{name}.jsonl")))]
+    assert [type(each) for each in told if isinstance(each, events.Unsaved)] == [events.Unsaved]
 
 
 def test_no_such_run(tmp_path: Path) -> None:

@@ -109,5 +109,5 @@ def test_what_is_told_of_a_drain_and_a_resize_below_the_minimum(tmp_path: Path) 
         run.wait("a generation that waits", lambda: waits(run))
         told = read(run.run_dir)
         assert (told.min_nodes, told.max_nodes) == (2, 3)
-        command(run, "stop")
+        assert ", as the last node: the run has stopped; step " in command(run, "drain", "n0")
         assert run.ended() == {"n0": 143, "n1": 143}

@@ -21,7 +21,7 @@ from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import Story
-from elasticrt.story.report import summary
+from elasticrt.story.report import paces, summary
 from tests.unit.story.told import THREE_STEPS, begun, record, started, story
 
 SPEC = SimpleNamespace(min_nodes=3, join_timeout_s=600.0)
@@ -154,6 +154,7 @@ def test_a_leave_that_a_hang_keeps_from_saving_names_it(tmp_path, capsys):
         console.events.write(event)
     console.events.write(events.Culprit(1, 75, 4.0, (0,), ("a",), "rank 0 on a sleeps"))
     console.left(Leave("not handed over within 15 s", saving=75), None, lost=True)
+    assert "no checkpoint; step 75 could not be saved: a left before it was" in paces(console.story), "for every view"
     said = (
         r"not: the last checkpoint .*; no step for [45] s after step 75: rank 0 on a sleeps\. A shorter --hang-timeout"
     )
@@ -171,6 +172,27 @@ def test_saves_that_fail_and_succeed_again(tmp_path, capsys):
         console.committed(events.Committed(step, 1))
     assert capsys.readouterr().err == "elasticrt: step 70 is saved: checkpoints can be saved again\n"
     assert (tmp_path / "events-a.jsonl").read_text().count('"committed"') == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reached", "unsaved", "said"),
+    [
+        ("a", 50, 75, "step 75 was not handed over, and no checkpoint has it: it is lost\n"),
+        ("ab", 50, None, "it is lost unless another node's workers go on with it\n"),
+        ("a", 75, None, ""),
+    ],
+    ids=["it has trained alone", "another one has trained", "it is saved"],
+)
+def test_a_late_leave_tells_what_is_lost(nodes, reached, unsaved, said, tmp_path, capsys):  # noqa: PLR0917  Columns.
+    """While other nodes stand by, or train: a step that only this node had made is told to all views."""
+    options = SimpleNamespace(events_fd=-1, quiet=True, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, nodes, "start"), events.FirstStep(1, 1, 0, None, None)):
+        console.events.write(event)
+    console.left(Leave("late", others_go_on=True), SimpleNamespace(reached=reached), late_after=75)
+    assert capsys.readouterr().err.endswith(said)
+    assert (console.story.unsaved.step if console.story.unsaved else None) == unsaved
 
 
 @pytest.mark.parametrize("go_on", [True, False])

@@ -183,11 +183,17 @@ def test_a_run_that_has_ended(command: list[str], capsys: pytest.CaptureFixture[
     ids=["it was made", "it was only begun", "events are late", "of another generation", "the run is elsewhere"],
 )
 def test_what_was_finished_before_a_leave(generation: int | None, step: int, last: int) -> None:
-    """`stop` counts the agreed step unless the run's events say that its generation has finished the one before."""
+    """`stop` counts the agreed step unless the run's events say that its generation has finished the one before.
+
+    Where none was agreed, as by workers that hang, it counts the newest step.
+    """
     if generation is not None:
         begun = events.Generation(generation, 1, "start", "start", 0, ("node-0",), 0, 0, False, False)
         _run("calm-fox", begun, events.Progress(generation, step, 0.0, 0.0, 0.0), lives=False)
-    assert left_after(HandoverRecord(generation=1, cause="x", step=101, save=True), Path("runs/calm-fox")) == last
+    directory = Path("runs/calm-fox")
+    assert left_after(HandoverRecord(generation=1, cause="x", step=101, save=True), directory) == last
+    for handover in (HandoverRecord(generation=1, cause="x"), None):
+        assert left_after(handover, directory) == step
 
 
 def test_a_run_without_nodes() -> None:
