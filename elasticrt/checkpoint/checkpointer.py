@@ -211,10 +211,9 @@ class Checkpointer:
 
         The agent tells people of it; without an agent a warning does.
         """
-        agent = agent_client.agent_link()
-        if agent is not None and not repeated:
-            agent.say(Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES)))
-        level = logging.INFO if agent is not None or repeated else logging.WARNING
+        agent, missed = agent_client.agent_link(), Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
+        told = repeated or (agent is not None and agent.say(missed))
+        level = logging.INFO if told else logging.WARNING
         _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:

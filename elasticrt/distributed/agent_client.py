@@ -76,11 +76,12 @@ class AgentClient:
         finally:
             self._lock.release()
 
-    def say(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message that has no answer, waiting for room. Without an agent it is dropped."""
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._send(message, fds)
+    def say(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Send a message that has no answer, waiting for room. Returns whether it was sent: not without an agent."""
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            return not self._send(message, fds)
 
     def follow(self, on_seat: Callable[[], object]) -> None:
         """From now on the reading thread calls `on_seat` for each new seat, before it can be taken."""

@@ -24,7 +24,7 @@ from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Reply, Save
+from elasticrt.ipc.messages import Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
 
 
@@ -438,14 +438,14 @@ def test_commits_go_through_the_agent(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
-def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch, caplog):
-    """When the generation is over the file stays an orphan, the user is told, and training goes on (F08)."""
+def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch):
+    """When the generation is over the file stays an orphan, the agent is told, and training goes on (F08)."""
     save(tmp_path, 1)
     head = commit_of(tmp_path, 1)
     agent = Agent(head="0123456789abcdef")
     with under(agent, monkeypatch, resume=head, generation=3):
         saver = save(tmp_path, 2)
-        assert "not committed: the head is 0123456789abcdef" in caplog.text
+        assert [each.reason for each in agent.of(Unsaved)] == [f"the head is 0123456789abcdef ({tmp_path})"]
         assert saver._head.known.step == 1
     assert len(list(tmp_path.glob("*.json"))) == 1
     assert restored(tmp_path) == 1
