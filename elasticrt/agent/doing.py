@@ -54,7 +54,9 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
         return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
     if generation is not None and waits:
         here, missing = list_names(seat.node for seat in view.order()), me.spec.min_nodes - generation.nodes
-        return Doing("waiting for nodes", f"{here} here, {missing} missing" if missing > 0 else decision.reason)
+        if missing <= 0:
+            return Doing("saving", decision.reason)
+        return Doing("waiting for nodes", f"{here} here, {missing} missing")
     runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
     if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
         if workers:

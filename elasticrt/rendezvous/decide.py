@@ -101,8 +101,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if view.result is not None:
         return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
-        stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
-        return Leave(me.leaving, others_go_on=len(stay) >= me.spec.min_nodes)
+        return Leave(me.leaving, others_go_on=_others_go_on(me, view))
     if me.record.draining and _may_leave(me, view):
         return _drained(me, view)
     if view.number < me.known:
@@ -191,13 +190,21 @@ def _may_leave(me: Me, view: View) -> bool:
     return saved and held and me.report == me.filed
 
 
+def _others_go_on(me: Me, view: View) -> bool:
+    """Whether enough others stay when this member leaves."""
+    stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
+    return len(stay) >= me.spec.min_nodes
+
+
 def _drained(me: Me, view: View) -> Leave:
-    """Why a draining member leaves, and the step that is to be on disk if too few nodes stay to go on."""
+    """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory."""
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
         others = "wait for more nodes" if view.generation.record.waits else "go on"
         return Leave(f"drained: the others {others}", others_go_on=True)
+    if _others_go_on(me, view):
+        return Leave(f"drained: the others go on after step {me.going:,}", saving=me.going, others_go_on=True)
     return Leave(f"drained: too few nodes are left to go on after step {me.going:,}", saving=me.going)
 
 
@@ -351,7 +358,11 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
-    spec = led.spec
+    spec, until = led.spec, min(entry.since for entry in failed) + COLLATERAL_GRACE_S
+    unheard = _unheard(led)
+    # A newcomer that fails before its first step does not know how far the run is.
+    if unheard and led.generation.in_place and not led.gets_further and led.now < until:
+        return Wait(f"{list_names(seat.node for seat in unheard)} may have got further", until)
     if first.early and first.early == led.generation.restarts.early and not led.gets_further:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return _give_up(led, reason, text_of(first, failed))
@@ -360,9 +371,10 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         what = "without getting further " if spec.restarts_reset else ""
         reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return _give_up(led, reason, text_of(first, failed))
-    unheard = _copies_to_come(led, failed)
-    until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
-    if unheard and led.now < until:
+    # Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
+    # in their nodes' keys before their ends are reported.
+    keeps_copies = any((led.me.copy, *(entry.record.memory for entry in failed)))
+    if unheard and keeps_copies and not led.in_place and led.now < until:
         return Wait(f"all restart; {list_names(seat.node for seat in unheard)} may have a newer copy", until)
     return re_form(led, "failure", _named(first, led.generation), restarts)
 
@@ -389,14 +401,8 @@ def _when_saved(led: LeaderContext, last: Failure) -> Decision:
     return Finish(reason, "failed", EXIT_WORKERS, last.text)
 
 
-def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Seat]:
-    """Seats whose nodes may still report a newer copy of the state, if all workers restart and copies are kept.
-
-    Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
-    in their nodes' keys before their ends are reported.
-    """
-    if led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed))):
-        return []
+def _unheard(led: LeaderContext) -> list[Seat]:
+    """Seats whose nodes have not said yet how the generation has ended for their workers."""
     heard = [node for node, entry in led.reports.items() if entry.record.status != "holding"]
     return [seat for seat in led.seats if seat.node not in heard and led.key_of(seat) is not None]
 

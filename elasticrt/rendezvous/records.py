@@ -117,8 +117,9 @@ class Member(Record):
     the present one, or have set up beside it; `has_state`: whether one of them has the state. `goes_on`: written by the
     leader, which sees all members: the generation of which workers can go on, on whichever node; 0 when it sees none.
     `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
-    among newcomers; None: behind those that say.
+    member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: how many seconds it waits for
+    a handover before it leaves without one. `node_rank`: where it would like to sit among newcomers; None: behind those
+    that say.
     """
 
     node: Name
@@ -135,6 +136,7 @@ class Member(Record):
     has_state: bool = False
     goes_on: Count = 0
     seen: Count = 0
+    drain_s: Annotated[float, Field(ge=0)] = 0.0
     node_rank: Count | None = None
 
 
