@@ -517,8 +517,7 @@ class Supervisor:
         self._fail(lost_peer(rank=seat.rank_offset, node=seat.node, message=message))
 
     def _fail(self, failure: Failure) -> None:
-        """The workers have failed. What the survivors here have reached is told with it: a newcomer does not know."""
-        failure = replace(failure, beats=max(failure.beats, self.progress.reached))
+        """The workers of the present generation have failed."""
         # A generation that was replaced may have been left to finish a build: its failures end nothing.
         self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
 

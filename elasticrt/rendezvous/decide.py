@@ -358,11 +358,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
-    spec, until = led.spec, min(entry.since for entry in failed) + COLLATERAL_GRACE_S
-    unheard = _unheard(led)
-    # A newcomer that fails before its first step does not know how far the run is.
-    if unheard and led.generation.in_place and not led.gets_further and led.now < until:
-        return Wait(f"{list_names(seat.node for seat in unheard)} may have got further", until)
+    spec = led.spec
     if first.early and first.early == led.generation.restarts.early and not led.gets_further:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return _give_up(led, reason, text_of(first, failed))
@@ -371,10 +367,9 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         what = "without getting further " if spec.restarts_reset else ""
         reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return _give_up(led, reason, text_of(first, failed))
-    # Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
-    # in their nodes' keys before their ends are reported.
-    keeps_copies = any((led.me.copy, *(entry.record.memory for entry in failed)))
-    if unheard and keeps_copies and not led.in_place and led.now < until:
+    unheard = _copies_to_come(led, failed)
+    until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
+    if unheard and led.now < until:
         return Wait(f"all restart; {list_names(seat.node for seat in unheard)} may have a newer copy", until)
     return re_form(led, "failure", _named(first, led.generation), restarts)
 
@@ -401,8 +396,14 @@ def _when_saved(led: LeaderContext, last: Failure) -> Decision:
     return Finish(reason, "failed", EXIT_WORKERS, last.text)
 
 
-def _unheard(led: LeaderContext) -> list[Seat]:
-    """Seats whose nodes have not said yet how the generation has ended for their workers."""
+def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Seat]:
+    """Seats whose nodes may still report a newer copy of the state, if all workers restart and copies are kept.
+
+    Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
+    in their nodes' keys before their ends are reported.
+    """
+    if led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed))):
+        return []
     heard = [node for node, entry in led.reports.items() if entry.record.status != "holding"]
     return [seat for seat in led.seats if seat.node not in heard and led.key_of(seat) is not None]
 

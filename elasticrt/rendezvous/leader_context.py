@@ -93,12 +93,13 @@ class LeaderContext:
 
     @cached_property
     def reached(self) -> Restarts:
-        """How far the run has come, as the reported failures tell."""
+        """How far the run has come, as the generation and the reported failures tell."""
         known = [entry.record.failure for entry in self.reports.values() if entry.record.status == "failed"]
         failures = [failure for failure in known if failure is not None]
         return Restarts(
             step=self.view.head.record.reached if self.view.head else 0,
-            beats=max((failure.beats for failure in failures), default=0),
+            # A newcomer that fails before its first step does not know how far the run is, but for the handover before.
+            beats=max([self.generation.reached, *(failure.beats for failure in failures)]),
             loaded=max((failure.loaded for failure in failures), default=0),
         )
 
@@ -226,6 +227,7 @@ def publish(
         master_address=chosen[0].record.address,
         master_port=chosen[0].record.port,
         restarts=restarts,
+        reached=view.handover.record.step if view.handover and kind in ("join", "drain", "resize") and not waits else 0,
         resume=view.head.record if view.head else None,
         memory=memory,
         in_place=in_place,

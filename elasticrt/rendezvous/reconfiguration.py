@@ -161,8 +161,7 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
     if led.leaving:
-        others = candidates(led.view)
-        enough = len(others) >= led.spec.min_nodes and (not led.in_place or go_on(led.view, others))
+        enough = len(candidates(led.view)) >= led.spec.min_nodes
         if led.me.starting and led.standing_since is None and not enough:
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
         return Reconfiguration("drain", f"{list_names(seat.node for seat in led.leaving)} drained", save=not enough)

@@ -301,6 +301,17 @@ IN_PLACE: list[Plan] = [
         )
         for nodes, leaves, stuck in ((2, "n0", "n1"), (2, "n1", "n0"), (3, "n2", "n1"), (3, "n0", "n1"))
     ),
+    *(
+        _living(
+            f"{who} fails twice in the same way before its first step, while the others get further",
+            3,
+            Fault(5.0, "worker_failure", node, other="early"),
+            Fault(0.02, "worker_failure", node, other="early", on="= generation 3"),
+            stays=False,
+            succeeds=True,
+        )
+        for who, node in (("a newcomer", "n2"), ("the leader's own worker", "n0"))
+    ),
     _living(
         "too few are left, and one of them is lost while they wait",
         4,
