@@ -356,6 +356,7 @@ class Agent(Side):
             workers=settings.workers,
             probe_port=self.probes.port,
             port=self.node.seating.ports.port,
+            drain_s=settings.options.drain_timeout_s,
             node_rank=settings.options.node_rank,
         )
         self.loop.member = Member(

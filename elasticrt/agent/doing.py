@@ -54,13 +54,15 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
         return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
     if generation is not None and waits:
         lacks, seated = me.spec.min_nodes - generation.nodes, [seat.node for seat in view.order()]
+        if lacks <= 0:
+            return Doing("saving", decision.reason)
         newcomers = [name for name in view.members if name not in seated]
         parts = [f"{list_names(seated)} here"]
         if newcomers:
             parts.append(f"{list_names(newcomers)} {'sets' if len(newcomers) == 1 else 'set'} up")
         if lacks > len(newcomers):
             parts.append(f"{lacks - len(newcomers)} missing")
-        return Doing("waiting for nodes", ", ".join(parts) if lacks > 0 else decision.reason)
+        return Doing("waiting for nodes", ", ".join(parts))
     runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
     if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
         if workers:

@@ -157,7 +157,6 @@ class Supervisor:
             copy=kept if generation else None,
             standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
-            reached=self.progress.reached,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
             holding=state.holding,
             going=state.going,
@@ -516,8 +515,12 @@ class Supervisor:
         self.attend(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
-        failure = lost_peer(rank=seat.rank_offset, node=seat.node, message=message)
-        self._state = self._state.failed(failure, self._clock.monotonic())
+        self._fail(lost_peer(rank=seat.rank_offset, node=seat.node, message=message))
+
+    def _fail(self, failure: Failure) -> None:
+        """The workers of the present generation have failed."""
+        # A generation that was replaced may have been left to finish a build: its failures end nothing.
+        self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
         """Tell that `generation`, of the nodes `names`, runs without this node."""
@@ -644,8 +647,7 @@ class Supervisor:
             return
         if left.error and state.failed_at is None:
             how = f"lost its group: {in_words(left.error)}"
-            failure = lost_peer(rank=event.rank, node=self._settings.node, message=how)
-            self._state = state.failed(failure, self._clock.monotonic())
+            self._fail(lost_peer(rank=event.rank, node=self._settings.node, message=how))
             self.progress.disturbed()
             self.progress.remember()
         elif not left.error and (self._waits or 0 < state.going <= left.step):
@@ -712,8 +714,7 @@ class Supervisor:
     def _failed(self, failure: Failure) -> None:
         """A worker of the present generation has failed; the first failure ends it."""
         first = self._state.failed_at is None
-        # A generation that was replaced may have been left to finish a build: its failures end nothing.
-        self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
+        self._fail(failure)
         if not first:
             return
         self.progress.disturbed()

@@ -95,6 +95,10 @@ class MemoryTier:
             self._not_before = now + FIRST_S
             self._step, self._at = step, now
 
+    def left_alone(self) -> None:
+        """No other process has the state any more: the next copy is due at once, and the interval begins with it."""
+        self._stride = min(self._stride, 1)  # 0 stays: the first copy is soon to come.
+
     def due(self, now: float, step: int) -> bool:
         """Whether to take one now, after `step`."""
         if now < self._not_before or step == self._step:

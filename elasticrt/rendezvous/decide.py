@@ -101,8 +101,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if view.result is not None:
         return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
-        stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
-        return Leave(me.leaving, others_go_on=len(stay) >= me.spec.min_nodes)
+        return Leave(me.leaving, others_go_on=_others_go_on(me, view))
     if me.record.draining and _may_leave(me, view):
         return _drained(me, view)
     if view.number < me.known:
@@ -191,13 +190,21 @@ def _may_leave(me: Me, view: View) -> bool:
     return saved and held and me.report == me.filed
 
 
+def _others_go_on(me: Me, view: View) -> bool:
+    """Whether enough others stay when this member leaves."""
+    stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
+    return len(stay) >= me.spec.min_nodes
+
+
 def _drained(me: Me, view: View) -> Leave:
-    """Why a draining member leaves, and the step that is to be on disk if too few nodes stay to go on."""
+    """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory."""
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
         others = "wait for more nodes" if view.generation.record.waits else "go on"
         return Leave(f"drained: the others {others}", others_go_on=True)
+    if _others_go_on(me, view):
+        return Leave(f"drained: the others go on after step {me.going:,}", saving=me.going, others_go_on=True)
     return Leave(f"drained: too few nodes are left to go on after step {me.going:,}", saving=me.going)
 
 

@@ -34,7 +34,6 @@ class Me:
         going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
-        reached: the last step that its workers have finished; 0 for none, or without a Loop.
     """
 
     record: Member
@@ -56,7 +55,6 @@ class Me:
     going: int = 0
     leaving: str = ""
     pause_s: float = 1.0
-    reached: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ LEAVE_S_MAX = 60.0
 STANDS_S_MAX = 2.0
 """The same, from when the steps have stood still for longer than usual: then only the open step is given up."""
 
+DRAIN_SHARE = 0.4
+"""The same where others train on, as a share of the time after which a node leaves without a handover: whoever keeps
+them waiting may only be busy. The rest is for those that do not come out of the step, which are ended, and for saving.
+"""
+
 
 @dataclass(frozen=True)
 class LeaderContext:
@@ -88,13 +93,13 @@ class LeaderContext:
 
     @cached_property
     def reached(self) -> Restarts:
-        """How far the run has come, as the reported failures and this node's own workers tell."""
+        """How far the run has come, as the generation and the reported failures tell."""
         known = [entry.record.failure for entry in self.reports.values() if entry.record.status == "failed"]
         failures = [failure for failure in known if failure is not None]
         return Restarts(
             step=self.view.head.record.reached if self.view.head else 0,
-            # A newcomer that fails before its first step does not know how far the run is. The leader may.
-            beats=max([self.me.reached, *(failure.beats for failure in failures)]),
+            # A newcomer that fails before its first step does not know how far the run is, but for the handover before.
+            beats=max([self.generation.reached, *(failure.beats for failure in failures)]),
             loaded=max((failure.loaded for failure in failures), default=0),
         )
 
@@ -122,6 +127,18 @@ class LeaderContext:
         others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
         goodbyes = (entry.record for entry in self.reports.values() if entry.record.status == "left")
         return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
+
+    @cached_property
+    def leaving(self) -> list[Seat]:
+        """The seats whose nodes drain."""
+        keys = ((seat, self.key_of(seat)) for seat in self.seats)
+        return [seat for seat, key in keys if key is not None and key.record.draining]
+
+    @cached_property
+    def others_go_on(self) -> bool:
+        """Whether those that do not drain are enough, and have the state if anybody has."""
+        stay = startable(self.view)
+        return len(stay) >= self.spec.min_nodes and (not self.in_place or go_on(self.view, stay))
 
     @cached_property
     def unheard(self) -> int:
@@ -210,6 +227,7 @@ def publish(
         master_address=chosen[0].record.address,
         master_port=chosen[0].record.port,
         restarts=restarts,
+        reached=view.handover.record.step if view.handover and kind in ("join", "drain", "resize") and not waits else 0,
         resume=view.head.record if view.head else None,
         memory=memory,
         in_place=in_place,
@@ -228,7 +246,7 @@ def re_form(
     """The next generation of a run that goes on, if there are enough for it; else what to do meanwhile.
 
     Where too few are left, those that have the state save it at once, and wait with it: whatever becomes of them then,
-    no step is lost. Survivors that drain take part, and leave when it is saved.
+    no step is lost. Survivors that drain take part, and leave when it is saved. So they do where nobody else has it.
 
     Args:
         led: what the leader's work stands on.
@@ -237,14 +255,14 @@ def re_form(
         restarts: the failures so far; None: no worker has failed, so it costs no restart.
     """
     short, restarts = too_few(led.view, led.spec, led.now), restarts or led.generation.restarts
-    if short is None:
-        return publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
     asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
-    saved = asked is not None and asked.record.save and all(led.said(seat, "held") for seat in here)
-    left = startable(led.view, draining=not saved)
-    if isinstance(short, Wait) and len(startable(led.view)) < led.spec.min_nodes and go_on(led.view, left):
+    saved = led.generation.waits or (asked is not None and asked.record.save)
+    saved = saved and all(led.said(seat, "held") for seat in here)
+    left, stay = startable(led.view, draining=not saved), startable(led.view)
+    alone = not go_on(led.view, stay) or (isinstance(short, Wait) and len(stay) < led.spec.min_nodes)
+    if alone and not isinstance(short, Finish) and go_on(led.view, left):
         return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
-    return short
+    return short or publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
 
 
 def left_until(led: LeaderContext) -> float:
@@ -253,10 +271,13 @@ def left_until(led: LeaderContext) -> float:
     if asked is None:
         return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
     told_at = asked.since + LEAVE_S_MAX
-    if asked.record.save and led.in_place and led.standing_since is not None and led.generation.world_size > 1:
-        # The open step will not end: those that come out of it save the newest one that has.
-        return min(told_at, led.standing_since + STANDS_S_MAX)
-    return told_at
+    if not (led.leaving and led.in_place and led.standing_since is not None and led.generation.world_size > 1):
+        return told_at
+    # The open step will not end: those that come out of it save the newest one that has.
+    if led.others_go_on:
+        patience_s = min(led.view.members[seat.node].record.drain_s for seat in led.leaving)
+        return min(told_at, max(asked.since, led.standing_since) + DRAIN_SHARE * patience_s)
+    return min(told_at, led.standing_since + STANDS_S_MAX)
 
 
 def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:

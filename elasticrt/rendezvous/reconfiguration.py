@@ -29,9 +29,10 @@ from elasticrt.rendezvous.leader_context import (
     list_names,
     publish,
     re_form,
+    startable,
     too_few,
 )
-from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
+from elasticrt.rendezvous.records import HandoverRecord, Member
 from elasticrt.rendezvous.view import Stored, View
 
 JOIN_COST_FACTOR = 20
@@ -85,19 +86,38 @@ def planned(led: LeaderContext) -> Decision:
     missing, told_at = [seat for seat in led.seats if not led.said(seat, "held")], left_until(led)
     if missing and led.now < told_at:
         return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
+    if missing:
+        return _given_up(led, wish)
     if wish.save and not asked.record.save:
         return _once_more(led, wish)
     return re_form(led, wish.kind, wish.cause)
 
 
+def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
+    """The agreed step does not end. Where a node leaves that has the state, it leaves only when that is saved: whoever
+    keeps the others waiting may be ended, and may be all that is left.
+    """
+    members = startable(led.view, draining=True)
+    if led.leaving and go_on(led.view, members):
+        same = led.generation.restarts
+        return publish(led.view, led.spec, wish.kind, wish.cause, restarts=same, members=members, waits=True)
+    return re_form(led, wish.kind, wish.cause)
+
+
 def _after_waiting(led: LeaderContext) -> Decision:
-    """The generation waits for nodes: as soon as there are enough, the next one follows."""
+    """The generation waits for nodes: as soon as there are enough, and who leaves has saved, the next one follows."""
+    missing, until = [seat for seat in led.seats if led.key_of(seat) and not led.said(seat, "held")], left_until(led)
+    if led.leaving and missing and led.now < until:
+        return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)
     short = too_few(led.view, led.spec, led.now)
     if short is not None:
         return short
+    if led.leaving:
+        return re_form(led, "drain", f"{list_names(seat.node for seat in led.leaving)} drained")
     new = [entry.record.node for entry in candidates(led.view) if _has_more(led, entry)]
-    resized = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
-    return re_form(led, "join" if new else "resize", f"{list_names(new)} joined" if new else resized)
+    if new:
+        return re_form(led, "join", f"{list_names(new)} joined")
+    return re_form(led, "resize", f"resized to at least {counted(led.spec.min_nodes, 'node')}")
 
 
 def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since: float) -> Decision:
@@ -126,7 +146,7 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
     So all of them go on until they have saved together. This is how a whole job ends whose nodes get their signals one
     after the other.
     """
-    leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]
+    leaving = [led.view.members[seat.node] for seat in led.leaving]
     members = [*candidates(led.view), *leaving]
     cause = f"{wish.cause}, after they have saved"
     return publish(led.view, led.spec, wish.kind, cause, restarts=led.generation.restarts, me=led.me, members=members)
@@ -140,13 +160,11 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     """
     if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
-    draining = [seat for seat in led.seats if _drains(led, seat)]
-    if draining:
-        others = candidates(led.view)
-        enough = len(others) >= led.spec.min_nodes and (not led.in_place or go_on(led.view, others))
+    if led.leaving:
+        enough = len(candidates(led.view)) >= led.spec.min_nodes
         if led.me.starting and led.standing_since is None and not enough:
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
-        return Reconfiguration("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
+        return Reconfiguration("drain", f"{list_names(seat.node for seat in led.leaving)} drained", save=not enough)
     if len(led.seats) < led.spec.min_nodes and led.in_place and not led.me.starting:
         cause = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
         return Reconfiguration("resize", cause, save=len(candidates(led.view)) < led.spec.min_nodes)
@@ -184,8 +202,3 @@ def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
     """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has."""
     seat = led.view.seat_of(entry.record.node, entry.record.incarnation)
     return seat is None or (led.in_place and entry.record.ready > seat.workers)
-
-
-def _drains(led: LeaderContext, seat: Seat) -> bool:
-    key = led.key_of(seat)
-    return key is not None and key.record.draining

@@ -117,8 +117,9 @@ class Member(Record):
     the present one, or have set up beside it; `has_state`: whether one of them has the state. `goes_on`: written by the
     leader, which sees all members: the generation of which workers can go on, on whichever node; 0 when it sees none.
     `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
-    among newcomers; None: behind those that say.
+    member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for which it
+    waits for a handover before it leaves without one. `node_rank`: where it would like to sit among newcomers; None:
+    behind those that say.
     """
 
     node: Name
@@ -135,6 +136,7 @@ class Member(Record):
     has_state: bool = False
     goes_on: Count = 0
     seen: Count = 0
+    drain_s: Annotated[float, Field(ge=0)] = 0.0
     node_rank: Count | None = None
 
 
@@ -198,6 +200,8 @@ class Draft(Record):
 
     `last`: as for `waits`, but the run ends with this failure as soon as that is saved.
 
+    `reached`: the step that all had agreed on and finished before it; 0 where no handover led to it.
+
     `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
     node with rank 0.
     """
@@ -214,6 +218,7 @@ class Draft(Record):
     waits: bool = False
     last: Failure | None = None
     restarts: Restarts = Restarts()
+    reached: Count = 0
     resume: Commit | None = None
     memory: Copy | None = None
 

@@ -629,9 +629,10 @@ class Story:
 
     def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
         """For how much of `agree_s`, the seconds until `chapter` was agreed, there were too few nodes for it."""
-        waits = list(takewhile(lambda each: each.waits, reversed(self.chapters[: self.chapters.index(chapter)])))
-        if waits:
-            return min(agree_s, chapter.begin - waits[-1].begin)
+        before = takewhile(lambda each: each.waits, reversed(self.chapters[: self.chapters.index(chapter)]))
+        short = [each for each in before if len(each.nodes) < each.needed]  # With enough nodes they only save.
+        if short:
+            return min(agree_s, chapter.begin - short[-1].begin)
         return agree_s if self._was_short(chapter.number) else 0.0
 
     def _was_short(self, generation: int) -> bool:

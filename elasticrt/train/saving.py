@@ -60,6 +60,8 @@ class Saving:
         if self.checkpointer.busy:
             self._saved = Position()  # It will be refused: it is of a generation that is over.
         self.checkpointer.move(worker)
+        if worker.world_size == 1:
+            self.memory_tier.left_alone()
 
     def between_steps(self) -> None:
         """Save and copy what is due."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 _R, _A, _W = "elasticrt.rendezvous.", "elasticrt.agent.", "elasticrt.workers."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "leader_context", _R + "seats"
 _FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "replica", _A + "store_proxy"
+_PLANNED = _R + "reconfiguration"
 _SHARE, _OFFER = "elasticrt.checkpoint.state_transfer", "elasticrt.checkpoint.newest_offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
@@ -89,7 +90,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
-    "nobody asks whether enough are left": ((_LED, "re_form", "if short is None:", "if True:"),),
+    "nobody asks whether enough are left": ((_LED, "re_form", "return short or publish(", "return publish("),),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
@@ -145,14 +146,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, 0 if waits else spec.min_nodes)", "in_place = False"),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
-    "the last that has the state drains, and does not save": (
-        (_R + "reconfiguration", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
-    ),
     "a node has as many seats as workers, alive or not": (
         (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),
     ),
     "workers that are ready beside their node's seat are not let in": (
-        (_R + "reconfiguration", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
+        (_PLANNED, "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
     ),
     "the silence of a life is forgotten with its key": (
         (_VIEW, "View.newest_verdict", "gone.life if gone is not None", "gone.life if False"),
@@ -168,7 +166,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "who waits puts an earlier step in place of the head": (
         (_OFFER, "adds", "lacks_head and step == committed", "lacks_head"),
     ),
-    "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if isinstance(short, Wait)", "if False"),),
+    "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if alone and", "if False and"),),
+    "those that have the state leave, and the others start anew": ((_LED, "re_form", "not go_on(led.view, stay) or ", ""),),
+    "a step that does not end is waited for by those that leave": ((_LED, "left_until", "if not (led.leaving", "if True or not (led.leaving"),),
+    "who leaves leaves its state to the one that hangs": ((_PLANNED, "_given_up", "if led.leaving and", "if False and"),),
+    "who leaves is left out before it has saved": ((_PLANNED, "_after_waiting", "if led.leaving and missing", "if False and missing"),),
+    "nobody remembers how far a handover was": ((_LED, "LeaderContext.reached", "[self.generation.reached, ", "[0, "),),
     "below min-nodes survivors that drain are left out": ((_LED, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
     "who dies before all have met is found by its lease": (

@@ -50,6 +50,7 @@ HARMLESS: dict[str, str] = {
         "harmless because it only spares the wait of a quarter of a second where no copy can come; "
         "test_a_restart_does_not_wait_for_long_or_without_copies watches the rule."
     ),
+    "_drained without: _others_go_on(me, view)": _FOR_PEOPLE,
     "_asking_again without: absent and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
         "later at most. The rule serves one that has been started without the page."

@@ -34,7 +34,7 @@ from tests.virtual.workers import Group, VirtualGroup
 RECOVER_S = 60.0
 FINISH_S = 60.0
 ADMIT_S = 40.0
-DRAIN_S = 6.0
+DRAIN_S = 15.0
 GENERATIONS_MAX = 12
 """L8: more generations than this while nothing goes wrong any more are a livelock."""
 

@@ -281,6 +281,37 @@ IN_PLACE: list[Plan] = [
         *(Fault(10.0, "leave", name) for name in ("n0", "n1", "n2")),
         stays=False,
     ),
+    *(
+        _living(
+            f"all are told to leave in the order {', '.join(order)} while {stuck} hangs",
+            3,
+            Fault(6.0, "worker_stuck", stuck),
+            *(Fault(7.0 + 0.7 * after, "leave", name) for after, name in enumerate(order)),
+            stays=False,
+        )
+        for stuck, order in (("n1", ("n2", "n1", "n0")), ("n1", ("n0", "n1", "n2")), ("n0", ("n1", "n2", "n0")))
+    ),
+    *(
+        _living(
+            f"of {nodes} nodes {leaves} leaves while {stuck} hangs",
+            nodes,
+            Fault(6.0, "worker_stuck", stuck),
+            Fault(7.0, "leave", leaves),
+            stays=False,
+        )
+        for nodes, leaves, stuck in ((2, "n0", "n1"), (2, "n1", "n0"), (3, "n2", "n1"), (3, "n0", "n1"))
+    ),
+    *(
+        _living(
+            f"{who} fails twice in the same way before its first step, while the others get further",
+            3,
+            Fault(5.0, "worker_failure", node, other="early"),
+            Fault(0.02, "worker_failure", node, other="early", on="= generation 3"),
+            stays=False,
+            succeeds=True,
+        )
+        for who, node in (("a newcomer", "n2"), ("the leader's own worker", "n0"))
+    ),
     _living(
         "too few are left, and one of them is lost while they wait",
         4,

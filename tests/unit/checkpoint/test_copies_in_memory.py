@@ -91,6 +91,21 @@ def test_a_newcomer_has_the_memory_of_its_first_copy(budget: float, monkeypatch:
     assert all(map(torch.equal, tensors_of(copied), tensors_of(state)))
 
 
+def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others had the state, copies could be rare; then after the next step, whichever it is, and rarely again."""
+    agent, snapshots, state = Agent(), Snapshots(), {"w": torch.ones(1000)}
+    with under(agent, monkeypatch) as worker:
+        copies = MemoryTier(worker, 1e-9)
+        copies.begin(0.0, 0)
+        for step, number in ((1024, 1), (1031, 2)):
+            assert copies.due(1e12, step)
+            snapshots.take(state, copies.to_agent(state, step, 0))
+            wait_until(lambda number=number: len(agent.of(Copied)) == number, "the agent has the copy")
+            wait_until(lambda: copies.due(1e12, 3 * 2**60), "what it has cost is known")
+            assert not copies.due(1e12, step + 7)
+            copies.left_alone()
+
+
 def test_without_an_agent_none_are_taken() -> None:
     """A script that runs by itself has nobody to keep its copies."""
     copies = MemoryTier(None, 0.01)

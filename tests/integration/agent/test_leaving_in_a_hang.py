@@ -1,0 +1,70 @@
+"""Nodes are told to leave while a worker hangs: the steps that have ended are saved before they go. Real processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import TOGETHER
+from tests.integration.agent.test_narration import Terminal, terminals
+from tests.servers import wait_until
+
+HANGS_AFTER, STEPS = 25, 40
+
+SCRIPT = f"""
+import time
+import torch, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+hangs = ctx.generation == 1 and ctx.rank == RANK
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
+for step in loop.steps({STEPS}):
+    with loop.step():
+        if step == {HANGS_AFTER} and hangs:
+            print("it hangs", flush=True)
+            time.sleep(600)
+        F.mse_loss(model(torch.randn(4, 2)), torch.randn(4, 1)).backward()
+        optimizer.step(); optimizer.zero_grad()
+        time.sleep(0.02)
+"""
+
+
+@contextmanager
+def _hanging(directory: Path, nodes: str, rank: int) -> Iterator[list[Terminal]]:
+    """The nodes of a run in which `rank` hangs, by rank."""
+    script = SCRIPT.replace("RANK", str(rank))
+    with terminals(directory, script, nodes, "--nnodes", f"1:{len(nodes)}", *TOGETHER) as agents:
+        for agent in agents:
+            agent.wait_for(r"\(rank \d here\)")
+        wait_until(lambda: any("it hangs" in agent.text() for agent in agents), "one hangs", 60)
+        yield sorted(agents, key=lambda agent: re.search(r"\(rank (\d) here\)", agent.text())[1])
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_nodes_that_are_told_one_after_the_other_save_together(tmp_path: Path, rank: int) -> None:
+    """L5, K04: the first one waits for the others, although they could go on without it when it is told."""
+    with _hanging(tmp_path, "abc", rank) as nodes:
+        for agent in reversed(nodes):
+            agent.process.send_signal(signal.SIGINT)
+            agent.wait_for("SIGINT received: handing over")
+        assert [agent.ended() for agent in nodes] == [143] * 3, nodes[0].text()
+    assert list((tmp_path / "ckpt").glob(f"step-{HANGS_AFTER}-*")), nodes[0].text()
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_node_leaves_what_it_has_to_one_that_hangs(tmp_path: Path, rank: int) -> None:
+    """L5: of two the healthy one leaves. The other one's worker is ended, and goes on from the last finished step."""
+    with _hanging(tmp_path, "ab", rank) as nodes:
+        leaves, stays = nodes[1 - rank], nodes[rank]
+        leaves.process.send_signal(signal.SIGTERM)
+        assert (leaves.ended(), stays.ended()) == (143, 0), leaves.text()
+    assert f"drained: the others go on after step {HANGS_AFTER}\n" in leaves.text(), leaves.text()
+    assert f"resumed after step {HANGS_AFTER}, " in stays.text(), stays.text()
