@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED
-from elasticrt.ipc.wording import ANEW
-from elasticrt.story.buckets import STANDS_KEPT, TRAIN, Course, LifeSpans, Span, together, totals
+from elasticrt.ipc.wording import ANEW, was_slow
+from elasticrt.story.buckets import STANDS_KEPT, TRAIN, Course, LifeSpans, Span, Standstill, together, totals
 
 POINTS_MAX = 4000
 """How many points of the curve of scalars are kept."""
@@ -224,12 +224,11 @@ class Story:
         points: steps with scalars, and when they were reported; thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
         checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
-        unsaved: the newest checkpoint, if it could not be saved.
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        slow: the node that is slow now, in the newest generation, `slow_at`: when that was found; None: none is known.
-        stands: what was found while steps stood still, and when, the newest ones.
+        slows: what was found about slow nodes, and when, the newest ones; `missed`: the same of checkpoints that could
+            not be saved.
         outages: from when until when etcd did not answer a node.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
@@ -250,13 +249,11 @@ class Story:
         self.checkpoint = self.checkpoints = 0
         self.checkpoint_at: float | None = None
         self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
-        self.unsaved: events.Unsaved | None = None
         self.samples = 0
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
-        self.slow: events.Straggler | None = None
-        self.slow_at = 0.0
-        self.stands: deque[tuple[float, events.Culprit]] = deque(maxlen=STANDS_KEPT)
+        self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
+        self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
         self.outages: list[tuple[float, float]] = []
         self.result: events.Result | None = None
         self.ended_at = math.inf
@@ -266,6 +263,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.
+        self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)  # Those with a finding.
         self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
 
     @property
@@ -323,6 +321,39 @@ class Story:
         """The sentence about that, as of `now`; "" for None."""
         return self.stand.told(now) if self.stand is not None else ""
 
+    def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
+        """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
+
+        One that outlives its generation is one.
+        """
+        last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
+        before = -math.inf
+        for stand, course in self._stood_still:
+            assert stand.culprit is not None
+            before = before if abs(stand.since - before) < LATE_S else stand.since
+            until = min(stand.until, course.over_at, self.ended_at, last)
+            found[before] = (Stand(before, stand.culprit), until)
+        return list(found.values())
+
+    @property
+    def unsaved(self) -> events.Unsaved | None:
+        """The newest checkpoint, if it could not be saved."""
+        at, event = self.missed[-1] if self.missed else (0.0, None)
+        return event if not (self.saves and self.saves[-1][0] > at) else None
+
+    @property
+    def slow(self) -> events.Straggler | None:
+        """The node that is slow now, in the newest generation; None: none is known."""
+        at, event = self.slows[-1] if self.slows else (0.0, None)
+        now = event is not None and event.slow and self.chapter is not None and at >= self.chapter.begin
+        return event if now else None
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second of the newest generation, lately; None: not known."""
+        course = self._courses.get(self.chapter.number) if self.chapter is not None else None
+        return course.speed if course is not None else None
+
     def standing_s(self, now: float) -> float:
         """For how many seconds no step has been made at `now`, where it is known why, or nodes are waited for."""
         since = self.stand.since if self.stand is not None else self.waits_since
@@ -375,11 +406,11 @@ class Story:
             case events.Committed():
                 self._committed(event, at)
             case events.Unsaved():
-                self.unsaved = event
+                self.missed.append((at, event))
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
                 self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
-                self.slow, self.slow_at = event if event.slow else None, at
+                self.slows.append((at, event))
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.EtcdAway() if life is not None:
@@ -435,6 +466,8 @@ class Story:
             if event.kind in ("failure", "lost", "drain") and event.cause != ANEW and follows is not None:
                 newcomers = [name for name in event.nodes if name not in follows and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
+            if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
+                cause = f"{cause}; {was_slow(self.slow.slow, self.slow.own_s, self.slow.others_s)}"
         if anew:
             self._numbers.clear()
             self._courses.clear()
@@ -455,7 +488,6 @@ class Story:
             needed=self.min_nodes,
         )
         self.chapters.append(chapter)
-        self.slow = None
         self._numbers[event.number] = chapter
         self._courses[event.number] = Course(waits=event.waits)
 
@@ -517,7 +549,7 @@ class Story:
             self._courses[event.generation].saved = True
         if event.step >= self.checkpoint:
             self.checkpoint, self.checkpoint_at = event.step, at
-        self.checkpoints, self.unsaved = self.checkpoints + 1, None
+        self.checkpoints += 1
         self.saves.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
@@ -558,8 +590,8 @@ class Story:
         first = chapter.stepped_at is None  # Of a Loop: in other scripts only a step shows that one is expected.
         if isinstance(event, events.Culprit):
             course.stood(event.step, at - event.age_s, at, event, first=first)
-            if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
-                self.stands.append((at, event))
+            if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
+                self._stood_still.append((course.stands[-1], course))
         else:
             course.stood(event.step, at - event.age_s, at, first=first)
             course.hung = course.hung or ((at, event) if event.final else None)
