@@ -204,7 +204,7 @@ class Console:
         """The state of the run, for the last line."""
         story, at = self.story, now + self.zero
         newest = max(story.newest, step or 0)
-        if now >= self._goodput_at:
+        if newest and now >= self._goodput_at:
             self._goodput_at, self._goodput = now + GOODPUT_SHARE * (at - story.begin), story.goodput(at)
         return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
 

@@ -50,7 +50,7 @@ def page(story: Story, now: float | None = None) -> str:
         items = "".join(f"<li>{escape(line.strip())}</li>" for line in failures)
         parts.append(f"<h2>Failures by node</h2><ul>{items}</ul>")
     told = "".join(f"<li>{escape(line)}</li>" for line in report.dated(story, now))
-    parts.append(f"<h2>{escape(report.HAPPENED.capitalize())}</h2><ul>{told}</ul>")
+    parts.append(f"<h2>What happened (UTC)</h2><ul>{told}</ul>")
     title = escape(f"elasticrt: run {story.run_id}")
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     top = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{view}<title>{title}</title>'

@@ -23,7 +23,6 @@ FAILURES_SHOWN = 3
 CAUSE_SHOWN = 72
 HAPPENED_SHOWN = 40
 LINE_SHOWN, DATE_WIDTH = 120, 21
-HAPPENED = "what happened (UTC)"
 
 
 def report(story: Story, now: float | None = None) -> list[str]:
@@ -266,7 +265,7 @@ def happened_lines(story: Story, now: float | None = None) -> list[str]:
     if len(told) > HAPPENED_SHOWN:
         told = [*told[:half], f"... {len(told) - 2 * half} more ...", *told[-half:]]
     lines = [part for each in told for part in textwrap.wrap(each, LINE_SHOWN, subsequent_indent=" " * DATE_WIDTH)]
-    return [HAPPENED, *lines] if lines else []
+    return ["what happened (UTC)", *lines] if lines else []
 
 
 def dated(story: Story, now: float | None = None) -> list[str]:

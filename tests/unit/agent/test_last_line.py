@@ -166,6 +166,36 @@ def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
     assert (tmp_path / "events-a.jsonl").read_text() == written, "they are no events of this node"
 
 
+class Terminal(io.StringIO):
+    """One that keeps what is written."""
+
+    def isatty(self) -> bool:
+        """It is a terminal."""
+        return True
+
+
+def test_the_goodput_of_the_last_line_is_that_of_the_run(tmp_path, monkeypatch):
+    """As soon as there is a step, and never much older: `status` would say the same."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "300")
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    console.open_last_line()
+    now = time.monotonic()
+    console.tick(now, None)
+    for event in (started(), begun(1, "a", "start"), events.WorkersStarted(1, (0,), (11,)), events.SetUp(1, {})):
+        console.events.write(event)
+    console.heard(1, 0, Step(1, 0, time.monotonic_ns(), 0, True, {}))
+    for later_s in (1.0, 2.0, 3.0):
+        console.tick(now + later_s, None, 1)
+        shown = terminal.getvalue().rpartition("goodput ")[2]
+        assert shown.startswith(f"{console.story.goodput(now + console.zero + later_s):.0%}")
+    console.close_last_line()
+
+
 STEP = events.FirstStep(2, 51, 50, 0.11, 0)
 NO_LOOP = events.Recovery(2, 0.25, {"first_step": 250.0})
 WARM = [(at + 1.0, node, event) for at, node, event in THREE_STEPS if node == "a"]
