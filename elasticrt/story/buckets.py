@@ -135,6 +135,11 @@ class Course:
     paces: deque[tuple[int, float]] = field(default_factory=deque)
     hung: tuple[float, events.Stalled] | None = None
 
+    def over(self, at: float) -> None:
+        """The next generation begins at `at`."""
+        self.over_at = at
+        self.paces.clear()
+
     def stepped(self, step: int, at: float) -> None:
         """A `step` is done at `at`."""
         if step <= self.step:

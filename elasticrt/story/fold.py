@@ -332,8 +332,14 @@ class Story:
             assert stand.culprit is not None
             before = before if abs(stand.since - before) < LATE_S else stand.since
             until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.culprit), until)
+            found[before] = (Stand(before, stand.culprit), self._seen(before, until))
         return list(found.values())
+
+    def _seen(self, since: float, until: float) -> float:
+        """`until`, or when the last agent that was there `since` a moment has written its last event."""
+        there = [life for life in self.lives if life.begin <= since]
+        left = [life for life in there if life is not self._present[life.node] or life.code is not None]
+        return min(until, max(life.last for life in there)) if there and left == there else until
 
     @property
     def unsaved(self) -> events.Unsaved | None:
@@ -454,7 +460,7 @@ class Story:
         step, follows = 0, None
         if before is not None:
             stand, before.end = self._hang, at
-            self._courses[before.number].over_at = at
+            self._courses[before.number].over(at)
             if event.cause == ANEW:
                 cause, kind = self._why_anew(before, kind)
             if self._fresh_at >= before.begin and kind == "start":
@@ -621,8 +627,9 @@ class Story:
         course = self._courses[culprit.generation]
         if course.hung or (culprit.nodes and not culprit.ranks):
             return cause  # It says so. Of nodes that do not answer their loss tells.
-        self._add_hang(at, stand.told(at), culprit.generation, culprit.nodes, since=stand.since)
-        return f"{cause}; before that no step for {at - stand.since:.0f} s: {culprit.reason}"
+        until = self._seen(stand.since, at)
+        self._add_hang(at, stand.told(until), culprit.generation, culprit.nodes, since=stand.since)
+        return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)

@@ -9,6 +9,7 @@ import pytest
 
 from elasticrt import events
 from elasticrt.cli.status import describe
+from elasticrt.ipc.wording import ANEW
 from elasticrt.liveness.straggler import Straggler
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
@@ -109,6 +110,16 @@ def test_a_hang_is_told_after_it_with_whom_the_others_have_waited_for():
     ended = story([*HANG, *both_stalled(20, 30.0), (36.3, "a", begun(2, "ab", "failure", "no progress for 30 s"))])
     bad = [each.text for each in happened(ended) if each.kind == "bad"]
     assert bad == ["no step for 30 s after step 20: rank 1 sleeps"], "its failure is the same again"
+
+
+@pytest.mark.parametrize("ends", [[(20.0, node, events.AgentStopped(143)) for node in "ab"], []])
+def test_a_hang_ends_with_the_agents_of_its_run(ends):
+    """Whether they were stopped or killed: the time until the run is begun again is no part of it."""
+    again = [(4000.0, node, started()) for node in "ab"] + [(4001.0, "a", begun(2, "ab", "start", ANEW))]
+    told = story([*HANG, *ends, *again])
+    (stood,) = (each.text for each in happened(told) if each.text.startswith("no step for "))
+    assert stood == f"no step for {14 if ends else 12} s after step 20: rank 1 sleeps"
+    assert stood.replace(" after step 20", "") in told.chapter.cause
 
 
 def test_a_hang_of_the_only_worker_is_in_every_view():
