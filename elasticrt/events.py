@@ -243,7 +243,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of this node's workers, and the time spent besides the steps: about every 5 s, and at the end.
+    """The progress of this node's workers, and the time spent besides the steps.
+
+    It is written about every 5 s, when steps go on that stood still, and at the end.
 
     The seconds count from this node's first step in this generation, for the worker that spent most.
 

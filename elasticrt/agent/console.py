@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
@@ -38,15 +37,14 @@ WAIT_SAID_EVERY_S = 10.0
 DRAWN_EVERY_S = 0.4
 """The last line changes at most this often."""
 
-GOODPUT_EVERY_S = 5.0
+GOODPUT_SHARE = 1e-3
+"""The goodput is summed up again after such a share of the run's time: it cannot have changed more than that."""
+
 _STANDS_BY_UNTIL = {
     "now": "",
     "budget": " for 20 s after a start, or for 20 times as long as the last change took: --join budget",
     "failure": " until the next failure or departure: --join failure",
 }
-
-SPEED_OVER_S = 5.0
-"""Steps per second are an average over this time."""
 
 
 class Console:
@@ -75,7 +73,6 @@ class Console:
         self._last_line: LastLine | None = None
         self._draw_at = self._goodput_at = 0.0
         self._goodput = 0.0
-        self._steps: deque[tuple[float, int]] = deque()  # Steps, and when they were seen.
         self._doing: Doing | None = None
         self._doing_since = 0.0
         self._waiting_said, self._wait_said_at = "", 0.0
@@ -207,16 +204,9 @@ class Console:
         """The state of the run, for the last line."""
         story, at = self.story, now + self.zero
         newest = max(story.newest, step or 0)
-        if not self._steps or newest < self._steps[-1][1]:
-            self._steps.clear()
-        self._steps.append((now, newest))
-        while now - self._steps[0][0] > SPEED_OVER_S and len(self._steps) > 2:
-            self._steps.popleft()
-        since, before = self._steps[0]
-        speed = (newest - before) / (now - since) if now > since else None
-        if now >= self._goodput_at:
-            self._goodput_at, self._goodput = now + GOODPUT_EVERY_S, story.goodput(at)
-        return sentences.now_at(story, at, speed, self._goodput if newest else None, step=newest)
+        if newest and now >= self._goodput_at:
+            self._goodput_at, self._goodput = now + GOODPUT_SHARE * (at - story.begin), story.goodput(at)
+        return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
 
     def joined(self, me: Me, meeting: Meeting) -> None:
         """Say that this agent has become a member, in the etcd of `meeting`, and how other nodes join."""

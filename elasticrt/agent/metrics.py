@@ -38,7 +38,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._story = Story()
-        self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))
+        self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))  # As far as it is final.
+        self._exported = dict(self._spent)
         self._saved: events.Committed | None = None
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
@@ -62,9 +63,9 @@ class Metrics:
         self._noted, self._now = noted, now
         for life in self._story.lives[-1:]:  # An agent has one.
             self._told_at = life.begin - life.started_at + now
-            if life.code is None:
-                life.spans.count_on(self._told_at)
-                self._spent.update(life.spans.painted())
+            spent = self._spent + Counter(life.spans.counted_on(self._told_at) if life.code is None else {})
+            # What is not final may turn out to be less, and a counter only grows.
+            self._exported = {name: max(before, spent[name]) for name, before in self._exported.items()}
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -98,7 +99,9 @@ class Metrics:
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
         restarts = story.chapter.restarts if story.chapter is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
-        yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
+        yield _counter(
+            "bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._exported
+        )
         own_work = GaugeMetricFamily(
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
         )

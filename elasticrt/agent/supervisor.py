@@ -210,7 +210,8 @@ class Supervisor:
         if self._state.failed_at is None and self._state.running:
             number = self._state.number
             if not held:
-                self.hangs.look_closer(now, self.pages.of(self._state), self.group, number, ask_s=self._ask_s)
+                if self.hangs.look_closer(now, self.pages.of(self._state), self.group, number, ask_s=self._ask_s):
+                    self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
                 self.hangs.ask_if_stalled(now, self.group, number)
         self._look_for_laggards(now, elsewhere)
         self.hangs.look_at_waits(now, self._state.ranks, self.pages.of(self._state))

@@ -163,12 +163,12 @@ class HangMonitor:
 
     def look_closer(
         self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: Iterable[float]
-    ) -> None:
+    ) -> bool:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`; `ask_s` later it is time
-        to ask other nodes, each time."""
+        to ask other nodes, each time. Returns whether there is a step again."""
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
-            return
+            return False
         step = sum(map(step_of, pages))
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
@@ -184,6 +184,7 @@ class HangMonitor:
         if self._stand.times > before.times:
             group.look(generation)
             self.ask(group, Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
+        return before.times > 0 and before.step != step
 
     def _goes_on(self, generation: int, stood_s: float) -> None:
         """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""

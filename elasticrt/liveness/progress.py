@@ -107,8 +107,7 @@ class Progress:
 
         A node without a seat in the one before is new: its wait was no pause of the training.
         """
-        self._count(self._look())
-        self.tell()
+        self.tell_anew()
         self._spent = {}
         if generation != self._generation + 1:
             self._last, self._last_ns = 0, 0
@@ -162,8 +161,7 @@ class Progress:
         """Write the event `progress`, if it is time `now` (seconds of the monotonic clock)."""
         if now >= self._tell_at:
             self._tell_at = now + TELL_EVERY_S
-            self._count(self._look())
-            self.tell()
+            self.tell_anew()
         # Without a Loop the first step, which ends the recovery, is known by the page alone: an optimizer's beat sends
         # no message.
         own = self._look() if "start" in self._marks else ()
@@ -171,6 +169,11 @@ class Progress:
             return
         at_ns = max(page.first_beat_at_ns for page in own)
         self._recovered(generation, self._pause_until(at_ns), at_ns)
+
+    def tell_anew(self) -> None:
+        """Look, and write the event `progress`."""
+        self._count(self._look())
+        self.tell()
 
     def tell(self) -> None:
         """Write the event `progress` of the last look, if it has not been written."""

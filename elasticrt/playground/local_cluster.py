@@ -142,7 +142,7 @@ class _Player:
         stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
         for fault in () if stopped_by else self._faults:
             self._screen.show(narration.Line(f"!! never came: {fault.text}"))
-        self._show(self._narration.summary(self._now(), stopped_by))
+        self._show(self._narration.summary(stopped_by))
         return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
 
     def close(self) -> None:

@@ -48,11 +48,11 @@ class Narration:
         self.started_at = started_at
         self.ended: dict[str, int] = {}
         self._min_nodes = min_nodes
-        self._changes = Changes(self.story, whole=True, began_at=started_at)
+        self._changes = Changes(self.story, whole=True)
         self._offered = 0
         self._ended = False
         self._blamed: tuple[object, ...] = ()  # Ranks, nodes and step of the newest finding.
-        self._status_at, self._status_step = 0.0, 0
+        self._status_at = 0.0
 
     def alive(self) -> tuple[str, ...]:
         """Nodes whose agent runs."""
@@ -63,10 +63,8 @@ class Narration:
     def tell(self, record: events.Record) -> Lines:
         """Take an agent's event; the lines about it."""
         story = self.story
-        first_agent, had_steps = not story.lives, story.first_step_at is not None
+        first_agent = not story.lives
         lines = _lines(self._changes.tell(record))
-        if not had_steps and story.first_step_at is not None:
-            self._status_step = story.newest
         match record.event:
             case events.AgentStarted():
                 self.ended.pop(record.node, None)
@@ -96,7 +94,7 @@ class Narration:
         lines = _lines(self._changes.tick(now))
         if now - max(self._status_at, self.started_at) >= STATUS_EVERY_S:
             lines += (Line(self._status(now)),)
-            self._status_at, self._status_step = now, self.story.newest
+            self._status_at = now
         return lines
 
     # What is said.
@@ -120,9 +118,7 @@ class Narration:
             stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
             waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"
             return f".. {now - self.started_at:.0f} s: {counted(len(self.alive()), 'agent')}, {waiting}"
-        since = max(self._status_at, story.first_step_at)
-        speed = max(0, story.newest - self._status_step) / (now - since) if now > since else 0.0
-        return f".. {sentences.now_at(story, now, speed)}"
+        return f".. {sentences.now_at(story, now)}"
 
     # The end.
 
@@ -145,11 +141,11 @@ class Narration:
             return (EXIT_TERMINATED if drained else EXIT_WORKERS), "no agent survived: the run did not end, it stopped"
         return 0, "the run succeeded"
 
-    def summary(self, now: float, stopped_by: str = "") -> Lines:
-        """The report: where the time went, what each change cost, and the verdict, or the signal that stopped it."""
-        times = f"wall time {now - self.started_at:.1f} s, {report.paces(self.story)}"
-        end = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
-        return (Line(""), *map(Line, report.body(self.story)), Line(""), Line(f"{times}. {end}"))
+    def summary(self, stopped_by: str = "") -> Lines:
+        """The report of the run, and what it cannot know: the signal that stopped this, or how the agents ended."""
+        said = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
+        more = [] if self.story.result is not None and said.startswith("the run ") else ["", said]
+        return tuple(map(Line, ("", *report.report(self.story), *more)))
 
 
 def _lines(told: list[Told]) -> Lines:

@@ -7,9 +7,10 @@ from itertools import islice
 from typing import Any
 
 from elasticrt.ipc.wording import counted
-from elasticrt.story import report, sentences
+from elasticrt.story import report
 from elasticrt.story.buckets import BUCKETS, Span, totals
 from elasticrt.story.fold import Story
+from elasticrt.story.sentences import happened, seconds
 
 COLOURS = dict(
     zip(
@@ -41,11 +42,12 @@ def board(story: Story, now: float) -> dict[str, Any]:
         "state": report.state(story, until),
         "tiles": {
             "step": f"{story.newest:,}",
+            "steps/s": report.speed(story, until).removesuffix(" steps/s") or "-",
             "epoch": str(story.epoch),
             "world size": str(chapter.world_size if chapter is not None else 0),
             "generation": str(chapter.number if chapter is not None else 0),
             "goodput": f"{story.goodput(until):.1%}",
-            "checkpoint": f"{story.checkpoint:,}" + (f", {report.seconds(age_s)} ago" if age_s is not None else ""),
+            "checkpoint": f"{story.checkpoint:,}" + (f", {seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],
         "ribbons": {name: _pieces(each) for name, each in {"run": spans, **dict(by_node)}.items()},
@@ -66,7 +68,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
         },
         "stepped": [story.last_step_at, story.newest],
         "points": [[at, each.step, each.scalars] for at, each in story.points[::step]],
-        "sentences": _sentences(story)[-SENTENCES_SHOWN:],
+        "sentences": [list(each) for each in happened(story, until)[-SENTENCES_SHOWN:]],
     }
 
 
@@ -75,7 +77,7 @@ def _saved(story: Story) -> str:
     if not story.saves:
         return ""
     _, last = story.saves[-1]
-    took = f" in {report.seconds(last.took_s)}" if last.took_s else ""
+    took = f" in {seconds(last.took_s)}" if last.took_s else ""
     return (
         f"{counted(story.checkpoints, 'checkpoint')}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
     )
@@ -100,25 +102,6 @@ def _nodes(story: Story) -> list[dict[str, str]]:
         word = seated_word if trains else "standing by" if name in alive else "gone"
         found.append({"name": name, "state": word if story.result is None else "ended", "ranks": ranks})
     return found
-
-
-def _sentences(story: Story) -> list[list[Any]]:
-    """What has happened, in order: when, "good", "bad" or neither, and a sentence."""
-    found: list[tuple[float, str, str]] = []
-    for each in story.troubles:
-        found.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
-    found += [(at, "bad", sentences.standing(culprit)) for at, culprit in story.stands]
-    if story.slow is not None:
-        found.append((story.slow_at, "bad", sentences.slow(story.slow)))
-    for begin, end in story.times_without_etcd(story.last):
-        found.append((begin, "bad", f"etcd did not answer for {report.seconds(end - begin)}"))
-    for place, chapter in enumerate(story.chapters):
-        found.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
-        if chapter.stepped_at is not None:
-            found.append((chapter.stepped_at, "good", sentences.cost(chapter, chapter.begin)))
-    if story.result is not None:
-        found.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
-    return [list(each) for each in sorted(found, key=lambda each: each[0])]
 
 
 def coarse(spans: Sequence[Span]) -> Sequence[Span]:

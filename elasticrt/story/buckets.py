@@ -61,6 +61,9 @@ ROUNDED_S = 0.001
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
 
+PACE_S = 30.0
+"""The steps per second of a run that goes on are those of this time, as far as its newest generation has made some."""
+
 PIECES = 2000
 """The time of a run is divided so finely where its nodes are in different buckets."""
 
@@ -92,6 +95,20 @@ class _Mark:
 
 
 @dataclass
+class Standstill:
+    """A time in which no step was made.
+
+    Attributes:
+        since, until: seconds; infinity: it goes on, or its generation has ended in it.
+        culprit: the newest finding about whom the others wait for; None: there is none.
+    """
+
+    since: float
+    until: float = math.inf
+    culprit: events.Culprit | None = None
+
+
+@dataclass
 class Course:
     """How a generation went, as the events of all its nodes tell. Times are in seconds.
 
@@ -103,7 +120,7 @@ class Course:
         saved: whether a checkpoint was committed in it.
         waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
-        blamed: the newest finding about whom the others wait for; None again when the steps go on.
+        paces: the steps of the last `PACE_S` that events tell of, and when they were made, since they stood still.
         hung: the first word, and when it came, that it ends because its steps stand still; None: it does not.
     """
 
@@ -114,9 +131,14 @@ class Course:
     redone_to: int = 0
     saved: bool = False
     waits: bool = False
-    stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
-    blamed: events.Culprit | None = None
+    stands: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+    paces: deque[tuple[int, float]] = field(default_factory=deque)
     hung: tuple[float, events.Stalled] | None = None
+
+    def over(self, at: float) -> None:
+        """The next generation begins at `at`."""
+        self.over_at = at
+        self.paces.clear()
 
     def stepped(self, step: int, at: float) -> None:
         """A `step` is done at `at`."""
@@ -129,12 +151,23 @@ class Course:
             self.redone_until = before_at + share * (at - before_at)
         self.goes_on(at)
         self.step, self.step_at = step, at
+        self.paces.append((step, at))
+        while at - self.paces[0][1] > PACE_S and len(self.paces) > 2:
+            self.paces.popleft()
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second, lately; None: not known."""
+        if len(self.paces) < 2 or self.paces[-1][1] <= self.paces[0][1]:
+            return None
+        (first, since), (last, until) = self.paces[0], self.paces[-1]
+        return (last - first) / (until - since)
 
     def goes_on(self, at: float) -> None:
         """There are steps again at `at`, as far as there were none."""
         if self.stands_since is not None:
-            self.stands[-1] = (self.stands_since, at)
-            self.blamed = None
+            self.stands[-1].until = at
+            self.paces.clear()
 
     def stood(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
         """After `step` there has been none from `since` on.
@@ -143,24 +176,30 @@ class Course:
         """
         if step + (blamed is not None) < self.step:
             return
-        self.blamed = blamed or self.blamed
         step = max(step, self.step)
         if self.step and step == self.step:  # The workers were looked at a moment before `now`.
             since = min(since, self.step_at)
-        if self.stands and self.stands[-1][1] >= since:
-            since = min(since, self.stands.pop()[0])
+        if not self.stands or self.stands[-1].until < since:
+            self.stands.append(Standstill(since))
+        stand = self.stands[-1]
+        stand.since, stand.until, stand.culprit = min(since, stand.since), math.inf, blamed or stand.culprit
         if self.step:
-            self.step, self.step_at = step, since
-        self.stands.append((since, math.inf))
+            self.step, self.step_at = step, stand.since
 
     @property
     def stands_since(self) -> float | None:
         """Since when there has been no step; None: steps are made, as far as is known."""
-        return self.stands[-1][0] if self.stands and self.stands[-1][1] == math.inf else None
+        return self.stands[-1].since if self.stands and self.stands[-1].until == math.inf else None
 
-    def standing_s(self, begin: float, end: float) -> float:
-        """Seconds from `begin` to `end` in which the steps stood still."""
-        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self.stands)
+    @property
+    def blamed(self) -> events.Culprit | None:
+        """The newest finding about whom the others wait for; None: the steps go on, or there is none."""
+        return self.stands[-1].culprit if self.stands_since is not None else None
+
+    def stood_within(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """The times from `begin` to `end` in which the steps stood still."""
+        times = [(max(begin, each.since), min(end, each.until)) for each in self.stands]
+        return [(since, until) for since, until in times if since < until]
 
 
 class LifeSpans:
@@ -238,14 +277,22 @@ class LifeSpans:
         found, self._spans = totals(self._spans), []
         return found
 
-    def count_on(self, now: float) -> None:
-        """Paint up to `now` what it is known to be for: a wait without a step, and a hang whose culprit is known."""
+    def counted_on(self, now: float) -> dict[str, float]:
+        """Seconds by bucket of what is not final yet, but known up to `now`: a wait without a step, a hang."""
+        known = copy(self)
+        known._spans = []
+        course = self._courses.get(self._newest)
+        first_since = course.stands_since if course is not None else None
         stands_since = self._course.stands_since
         if self._mode in ("waiting", "idle"):
-            self._finish(now)
+            known._finish(now)
+        elif self._mode == "seated" and first_since is not None:  # What its set-up was is told with its first step.
+            known._cursor = max(self._cursor, first_since)
+            known._to(now, DETECT)
         elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
-            self._train_to(stands_since)
-            self._to(now, DETECT)
+            known._train_to(stands_since)
+            known._to(now, DETECT)
+        return totals(known._spans)
 
     # Events.
 
@@ -405,17 +452,32 @@ class LifeSpans:
         self._to(until, DETECT)
 
     def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
+        """Paint from the cursor to `end`: the amounts, what was done again, and where the steps stood still, that.
+
+        Pauses and waits for data may be a part of the time without a step: they are not known to the moment. What
+        that has no room for is painted first.
+        """
         if end <= self._cursor:
             return
-        begin, before = self._cursor, dict(self._base)
-        for bucket, spent_s in seconds:
-            self._to(min(end, self._cursor + max(0.0, spent_s - before.get(bucket, 0.0))), bucket)
+        before, stands = dict(self._base), self._course.stood_within(self._cursor, end)
+        amounts = {bucket: max(0.0, spent_s - before.get(bucket, 0.0)) for bucket, spent_s in seconds}
+        besides_s = max(0.0, sum(amounts.values()) - sum(until - since for since, until in stands))
         self._base = seconds
-        # Pauses and waits for data may be a part of the time without a step: they are not known to the moment.
-        standing_s = max(0.0, self._course.standing_s(begin, end) - (self._cursor - begin))
-        self._to(min(end - standing_s, self._course.redone_until), REDONE)
-        self._to(end - standing_s, TRAIN)
-        self._to(end, DETECT)
+        for since, until in [*stands, (end, end)]:
+            besides_s -= self._spend(amounts, min(since, self._cursor + besides_s))
+            self._to(min(since, self._course.redone_until), REDONE)
+            self._to(since, TRAIN)
+            self._spend(amounts, until)
+            self._to(until, DETECT)
+
+    def _spend(self, amounts: dict[str, float], end: float) -> float:
+        """Paint the amounts up to `end`, less those that were painted before. Returns the seconds that it took."""
+        begin = self._cursor
+        for bucket, left_s in amounts.items():
+            spent_s = max(0.0, min(left_s, end - self._cursor))
+            self._to(self._cursor + spent_s, bucket)
+            amounts[bucket] = left_s - spent_s
+        return self._cursor - begin
 
 
 def coarser(spans: Sequence[Span]) -> list[Span]:

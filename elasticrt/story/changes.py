@@ -26,13 +26,11 @@ class Changes:
     Args:
         story: gets all events from here.
         whole: whether these are the events of all nodes, or of one.
-        began_at: when the run began; 0: with its first event.
     """
 
-    def __init__(self, story: Story, *, whole: bool, began_at: float = 0.0) -> None:
+    def __init__(self, story: Story, *, whole: bool) -> None:
         self._story = story
         self._whole = whole
-        self._began_at = began_at
         self._announced = self._costed = 0  # The newest generations whose sentence, or cost, was printed.
 
     def tell(self, record: events.Record) -> list[Told]:
@@ -72,7 +70,6 @@ class Changes:
         self._announced = chapter.number
         if chapter.stepped_at is not None:
             self._costed = chapter.number
-            since = (self._began_at or self._story.begin) if first else chapter.begin
-            parts.append(sentences.cost(chapter, since))
+            parts.append(sentences.cost(chapter))
         text = ", ".join(parts)
         return chapter, text if text.startswith(name) else name + text

@@ -19,8 +19,19 @@ from typing import TypeVar
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED
-from elasticrt.ipc.wording import ANEW
-from elasticrt.story.buckets import AGREE, STANDS_KEPT, TRAIN, WAITING, Course, LifeSpans, Span, together, totals
+from elasticrt.ipc.wording import ANEW, was_slow
+from elasticrt.story.buckets import (
+    AGREE,
+    STANDS_KEPT,
+    TRAIN,
+    WAITING,
+    Course,
+    LifeSpans,
+    Span,
+    Standstill,
+    together,
+    totals,
+)
 
 POINTS_MAX = 4000
 """How many points of the curve of scalars are kept."""
@@ -225,12 +236,11 @@ class Story:
         points: steps with scalars, and when they were reported; thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
         checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
-        unsaved: the newest checkpoint, if it could not be saved.
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        slow: the node that is slow now, in the newest generation, `slow_at`: when that was found; None: none is known.
-        stands: what was found while steps stood still, and when, the newest ones.
+        slows: what was found about slow nodes, and when, the newest ones; `missed`: the same of checkpoints that could
+            not be saved.
         outages: from when until when etcd did not answer a node.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
@@ -251,13 +261,11 @@ class Story:
         self.checkpoint = self.checkpoints = 0
         self.checkpoint_at: float | None = None
         self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
-        self.unsaved: events.Unsaved | None = None
         self.samples = 0
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
-        self.slow: events.Straggler | None = None
-        self.slow_at = 0.0
-        self.stands: deque[tuple[float, events.Culprit]] = deque(maxlen=STANDS_KEPT)
+        self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
+        self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
         self.outages: list[tuple[float, float]] = []
         self.result: events.Result | None = None
         self.ended_at = math.inf
@@ -267,6 +275,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.
+        self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)  # Those with a finding.
         self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
 
     @property
@@ -324,6 +333,45 @@ class Story:
         """The sentence about that, as of `now`; "" for None."""
         return self.stand.told(now) if self.stand is not None else ""
 
+    def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
+        """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
+
+        One that outlives its generation is one.
+        """
+        last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
+        before = -math.inf
+        for stand, course in self._stood_still:
+            assert stand.culprit is not None
+            before = before if abs(stand.since - before) < LATE_S else stand.since
+            until = min(stand.until, course.over_at, self.ended_at, last)
+            found[before] = (Stand(before, stand.culprit), self._seen(before, until))
+        return list(found.values())
+
+    def _seen(self, since: float, until: float) -> float:
+        """`until`, or when the last agent that was there `since` a moment has written its last event."""
+        there = [life for life in self.lives if life.begin <= since]
+        left = [life for life in there if life is not self._present[life.node] or life.code is not None]
+        return min(until, max(life.last for life in there)) if there and left == there else until
+
+    @property
+    def unsaved(self) -> events.Unsaved | None:
+        """The newest checkpoint, if it could not be saved."""
+        at, event = self.missed[-1] if self.missed else (0.0, None)
+        return event if not (self.saves and self.saves[-1][0] > at) else None
+
+    @property
+    def slow(self) -> events.Straggler | None:
+        """The node that is slow now, in the newest generation; None: none is known."""
+        at, event = self.slows[-1] if self.slows else (0.0, None)
+        now = event is not None and event.slow and self.chapter is not None and at >= self.chapter.begin
+        return event if now else None
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second of the newest generation, lately; None: not known."""
+        course = self._courses.get(self.chapter.number) if self.chapter is not None else None
+        return course.speed if course is not None else None
+
     def standing_s(self, now: float) -> float:
         """For how many seconds no step has been made at `now`, where it is known why, or nodes are waited for."""
         since = self.stand.since if self.stand is not None else self.waits_since
@@ -376,11 +424,11 @@ class Story:
             case events.Committed():
                 self._committed(event, at)
             case events.Unsaved():
-                self.unsaved = event
+                self.missed.append((at, event))
             case events.Culprit() | events.Stalled() | events.GoesOn():
                 self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
-                self.slow, self.slow_at = event if event.slow else None, at
+                self.slows.append((at, event))
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.EtcdAway() if life is not None:
@@ -424,7 +472,7 @@ class Story:
         step, follows = 0, None
         if before is not None:
             stand, before.end = self._hang, at
-            self._courses[before.number].over_at = at
+            self._courses[before.number].over(at)
             if event.cause == ANEW:
                 cause, kind = self._why_anew(before, kind)
             if self._fresh_at >= before.begin and kind == "start":
@@ -436,6 +484,8 @@ class Story:
             if event.kind in ("failure", "lost", "drain") and event.cause != ANEW and follows is not None:
                 newcomers = [name for name in event.nodes if name not in follows and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
+            if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
+                cause = f"{cause}; {was_slow(self.slow.slow, self.slow.own_s, self.slow.others_s)}"
         if anew:
             self._numbers.clear()
             self._courses.clear()
@@ -456,7 +506,6 @@ class Story:
             needed=self.min_nodes,
         )
         self.chapters.append(chapter)
-        self.slow = None
         self._numbers[event.number] = chapter
         self._courses[event.number] = Course(waits=event.waits)
 
@@ -522,7 +571,7 @@ class Story:
             self._courses[event.generation].saved = True
         if event.step >= self.checkpoint:
             self.checkpoint, self.checkpoint_at = event.step, at
-        self.checkpoints, self.unsaved = self.checkpoints + 1, None
+        self.checkpoints += 1
         self.saves.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
@@ -564,8 +613,8 @@ class Story:
             course.goes_on(at)
         elif isinstance(event, events.Culprit):
             course.stood(event.step, at - event.age_s, event)
-            if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
-                self.stands.append((at, event))
+            if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
+                self._stood_still.append((course.stands[-1], course))
         else:
             course.stood(event.step, at - event.age_s)
             course.hung = course.hung or ((at, event) if event.final else None)
@@ -595,8 +644,9 @@ class Story:
         course = self._courses[culprit.generation]
         if course.hung or (culprit.nodes and not culprit.ranks):
             return cause  # It says so. Of nodes that do not answer their loss tells.
-        self._add_hang(at, stand.told(at), culprit.generation, culprit.nodes, since=stand.since)
-        return f"{cause}; before that no step for {at - stand.since:.0f} s: {culprit.reason}"
+        until = self._seen(stand.since, at)
+        self._add_hang(at, stand.told(until), culprit.generation, culprit.nodes, since=stand.since)
+        return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)

@@ -14,6 +14,7 @@ from elasticrt.story import report
 from elasticrt.story.board import COLOURS, coarse
 from elasticrt.story.buckets import BUCKETS, Span
 from elasticrt.story.fold import Story
+from elasticrt.story.sentences import seconds
 
 INK = "#010203"
 """matplotlib draws lines and words in it; then it becomes the colour of the page's text."""
@@ -48,6 +49,8 @@ def page(story: Story, now: float | None = None) -> str:
     if failures:
         items = "".join(f"<li>{escape(line.strip())}</li>" for line in failures)
         parts.append(f"<h2>Failures by node</h2><ul>{items}</ul>")
+    told = "".join(f"<li>{escape(line)}</li>" for line in report.dated(story, now))
+    parts.append(f"<h2>What happened (UTC)</h2><ul>{told}</ul>")
     title = escape(f"elasticrt: run {story.run_id}")
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     top = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{view}<title>{title}</title>'
@@ -65,7 +68,7 @@ def buckets(story: Story, now: float | None) -> str:
             )
             cells = (report.share(spent.get(name, 0.0), sum(spent.values())) for spent in found.values())
             rows.append([key, *map(escape, cells)])
-    rows.append(["in all", *(escape(report.seconds(sum(spent.values()))) for spent in found.values())])
+    rows.append(["in all", *(escape(seconds(sum(spent.values()))) for spent in found.values())])
     return _table(["", *map(escape, found)], rows)
 
 

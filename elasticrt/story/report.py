@@ -11,7 +11,7 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import etcd_away, slow, unsaved
+from elasticrt.story.sentences import etcd_away, happened, pace, seconds, slow, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -21,6 +21,8 @@ PHASE_S_MIN = 0.005
 CHANGES_SHOWN = 12
 FAILURES_SHOWN = 3
 CAUSE_SHOWN = 72
+HAPPENED_SHOWN = 40
+LINE_SHOWN, DATE_WIDTH = 120, 21
 
 
 def report(story: Story, now: float | None = None) -> list[str]:
@@ -38,7 +40,7 @@ def head(story: Story, now: float | None = None) -> list[str]:
 def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node that is known, how far the run came, its goodput, what changes have cost, times without etcd."""
     found = slow(story.slow) if story.slow is not None and now is not None else ""
-    return [line for line in (found, paces(story), worth(story, now), changes(story), outages(story, now)) if line]
+    return [line for line in (found, paces(story, now), worth(story, now), changes(story), outages(story, now)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -51,10 +53,9 @@ def summary(story: Story) -> list[str]:
 
 
 def body(story: Story, now: float | None = None) -> list[str]:
-    """Where the time went, the generations, and what failed."""
-    lines = [*time_table(story, now), "", *generation_table(story)]
-    failures = failure_lines(story)
-    return [*lines, "", *failures] if failures else lines
+    """Where the time went, the generations, what failed, and what happened."""
+    parts = (time_table(story, now), generation_table(story), failure_lines(story), happened_lines(story, now))
+    return [line for part in parts if part for line in ("", *part)][1:]
 
 
 def state(story: Story, now: float | None = None) -> str:
@@ -97,19 +98,23 @@ def outages(story: Story, now: float | None = None) -> str:
     )
 
 
-def paces(story: Story) -> str:
-    """The number of steps, their speed, and the newest checkpoint."""
+def paces(story: Story, now: float | None = None) -> str:
+    """The number of steps, their speed, and the newest checkpoint. See `speed`."""
     if is_uncounted(story):
         return "steps are not counted: the script has no Loop"
-    steps = made(story)
-    text = counted(steps, "step")
-    took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
-    if took_s > 0 and steps > 1:
-        text += f", {(steps - 1) / took_s:.1f} steps/s"
+    text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
     if story.scalars:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
+
+
+def speed(story: Story, now: float | None = None) -> str:
+    """`12.3 steps/s`: lately, in a run that goes on at `now`, else from its first step to its last; "": not known."""
+    if now is not None:
+        return pace(story, now)
+    took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
+    return f"{(made(story) - 1) / took_s:.1f} steps/s" if took_s > 0 and made(story) > 1 else ""
 
 
 def is_uncounted(story: Story) -> bool:
@@ -155,16 +160,6 @@ def listed(names: Sequence[str]) -> str:
     """The first of the names, and the number of the others."""
     shown = ", ".join(names[: NODES_SHOWN + 1])
     return shown if len(names) <= NODES_SHOWN + 1 else f"{shown}, and {len(names) - NODES_SHOWN - 1} more"
-
-
-def seconds(value_s: float) -> str:
-    """A duration for people: `0.07 s`, `41.2 s`, `1 h 04 min`."""
-    if value_s < 1:
-        return f"{value_s:.2f} s"
-    if value_s < 1000:
-        return f"{value_s:.1f} s"
-    minutes = round(value_s / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
@@ -262,6 +257,20 @@ def failure_lines(story: Story) -> list[str]:
         more = f"; and {len(kinds) - FAILURES_SHOWN} more" if len(kinds) > FAILURES_SHOWN else ""
         lines.append(f"  {node or 'not known'}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
     return lines
+
+
+def happened_lines(story: Story, now: float | None = None) -> list[str]:
+    """What happened, with its time; if that is very much, the first and the last of it."""
+    told, half = dated(story, now), HAPPENED_SHOWN // 2
+    if len(told) > HAPPENED_SHOWN:
+        told = [*told[:half], f"... {len(told) - 2 * half} more ...", *told[-half:]]
+    lines = [part for each in told for part in textwrap.wrap(each, LINE_SHOWN, subsequent_indent=" " * DATE_WIDTH)]
+    return ["what happened (UTC)", *lines] if lines else []
+
+
+def dated(story: Story, now: float | None = None) -> list[str]:
+    """All that happened: a time and a sentence each."""
+    return [f"{datetime.fromtimestamp(each.at, timezone.utc):%F %T}  {each.text}" for each in happened(story, now)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+from typing import NamedTuple
 
 from elasticrt import events
 from elasticrt.ipc.wording import counted, slow_node
 from elasticrt.story.fold import Chapter, Story, no_step
+
+STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
+"""A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
+time: files keep a line of it in each thousandth."""
 
 
 def size(chapter: Chapter) -> str:
@@ -34,14 +39,14 @@ def waiting(chapter: Chapter) -> str:
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 
-def cost(chapter: Chapter, since: float) -> str:
-    """The cost of a generation until its first step: its pause and steps done again, or the time since `since`.
+def cost(chapter: Chapter) -> str:
+    """The cost of a generation until its first step: its pause and steps done again, or the time since it began.
 
     The numbers of steps are not known for a script without a Loop. What was lost is not claimed where the last step
     before the generation is not known.
     """
     assert chapter.stepped_at is not None
-    took_s = chapter.stepped_at - since
+    took_s = chapter.stepped_at - chapter.begin
     if chapter.first_step is None and chapter.pause_s is None:
         return f"first step after {took_s:.2f} s"
     if chapter.first_step is None:
@@ -64,8 +69,8 @@ def standing(event: events.Culprit) -> str:
 
 
 def slow(event: events.Straggler) -> str:
-    """See `slow_node`."""
-    return slow_node(event.slow, event.own_s, event.others_s)
+    """See `slow_node`; that none is slow any more."""
+    return slow_node(event.slow, event.own_s, event.others_s) if event.slow else "no node is slow any more"
 
 
 def unsaved(event: events.Unsaved) -> str:
@@ -98,15 +103,57 @@ def ending(result: events.Result) -> str:
     return text + (f": {result.reason}" if result.reason else "")
 
 
-def now_at(
-    story: Story, now: float, speed: float | None, goodput: float | None = None, *, step: int | None = None
-) -> str:
+class Happened(NamedTuple):
+    """Something that has happened.
+
+    Attributes:
+        at: when, in seconds since 1970.
+        kind: "good", "bad", or "" for neither.
+        text: a sentence.
+    """
+
+    at: float
+    kind: str
+    text: str
+
+
+def happened(story: Story, now: float | None = None) -> list[Happened]:
+    """What has happened in a run, in order. `now`: the present, for one that goes on."""
+    found: list[Happened] = []
+    for each in story.troubles:
+        if not (each.hang and each.node):  # Of that the time without a step tells.
+            found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
+    found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
+    found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
+    found += [Happened(at, "bad", unsaved(event)) for at, event in story.missed]
+    for begin, end in story.times_without_etcd(story.last if now is None else now):
+        found.append(Happened(begin, "bad", f"etcd did not answer for {seconds(end - begin)}"))
+    for place, chapter in enumerate(story.chapters):
+        found.append(Happened(chapter.begin, "", beginning(chapter, first=place == 0)))
+        if chapter.stepped_at is not None:
+            found.append(Happened(chapter.stepped_at, "good", cost(chapter)))
+    if story.result is not None:
+        found.append(Happened(story.ended_at, "good" if story.result.code == 0 else "bad", ending(story.result)))
+    return sorted(found, key=lambda each: each.at)
+
+
+def pace(story: Story, now: float) -> str:
+    """`12.3 steps/s`, lately, or `no step for 9 s`; "" where that is not known, or something else tells of it."""
+    still_s = now - story.last_step_at
+    usual_s = 1 / story.speed if story.speed else 0.0
+    if story.stand is not None or story.first_step_at is None:
+        return ""
+    if still_s > max(STILL_S, STILL_STEPS * usual_s, STILL_SHARE * (now - story.begin)):
+        return f"no step for {lasted(still_s)}"
+    return f"{story.speed:.1f} steps/s" if story.speed is not None else ""
+
+
+def now_at(story: Story, now: float, goodput: float | None = None, *, step: int | None = None) -> str:
     """The state of a run at `now`, in a line that is shown while it changes.
 
     Args:
         story: of the run.
         now: in seconds since 1970.
-        speed: steps per second; None: not known.
         goodput: from 0 to 1; None: not shown. If the story is that of one of several nodes, it says "here".
         step: the newest one; None: the story's.
     """
@@ -118,8 +165,7 @@ def now_at(
     if story.stand is not None:
         parts.append(story.standing(now))
     elif step:
-        pace = f"{speed:.1f} steps/s" if speed else f"no step for {lasted(now - story.last_step_at)}"
-        parts += [f"step {step:,}", *([pace] if speed is not None else []), f"epoch {story.epoch}"]
+        parts += filter(None, (f"step {step:,}", pace(story, now), f"epoch {story.epoch}"))
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
@@ -129,9 +175,19 @@ def now_at(
     return "  ".join(parts)
 
 
-def lasted(seconds: float) -> str:
+def seconds(value_s: float) -> str:
+    """A duration for people: `0.07 s`, `41.2 s`, `1 h 04 min`."""
+    if value_s < 1:
+        return f"{value_s:.2f} s"
+    if value_s < 1000:
+        return f"{value_s:.1f} s"
+    minutes = round(value_s / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def lasted(value_s: float) -> str:
     """A time in whole seconds, for a line that changes: `9 s`, `4 min 05 s`, `2 h 10 min`."""
-    whole = max(0, round(seconds))
+    whole = max(0, round(value_s))
     if whole < 120:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60:02} s" if whole < 7200 else f"{whole // 3600} h {whole // 60 % 60:02} min"

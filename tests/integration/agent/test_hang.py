@@ -17,6 +17,7 @@ from elasticrt.event_log import records
 from elasticrt.ipc.proc import state_of
 from elasticrt.story.buckets import totals
 from elasticrt.story.fold import story_of
+from elasticrt.story.sentences import happened
 from tests.cluster import Cluster, kill
 from tests.integration.trouble.stepping import Stepping
 
@@ -27,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 def stuck_here():
-    time.sleep(600)
+    while not os.path.exists(os.path.join(directory, "goes-on")):
+        time.sleep(0.1)
 
 def keeps_the_interpreter():
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
@@ -153,7 +155,10 @@ def test_a_loader_that_does_not_begin_is_a_hang(tmp_path: Path) -> None:
     ],
 )
 def test_the_one_that_the_others_wait_for_is_named(tmp_path: Path, way: str, words: str) -> None:
-    """W09, L5: long before the time of a hang rank, node and place in the script are told; nothing is ended."""
+    """W09, L5: long before the time of a hang rank, node and place in the script are told; nothing is ended.
+
+    Where the steps go on, its node tells so at once, and the report still tells of the hang.
+    """
     with _run(tmp_path, way, "--hang-timeout", "10m") as run:
         run.start("n0")
         run.start("n1")
@@ -165,6 +170,13 @@ def test_the_one_that_the_others_wait_for_is_named(tmp_path: Path, way: str, wor
         assert [event["number"] for event in run.events("generation") if event["node"] == "n0"] == [1]
         told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
         assert told.standing(time.time()).endswith(named["reason"]), "the report says so while it lasts"
+        if way == "sleeps":
+            (tmp_path / "goes-on").touch()
+            assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+            told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
+            assert [each.text for each in happened(told) if named["reason"] in each.text], run.story()
+            steps = [each["step"] for each in run.events("progress") if each["node"] == second and each["step"] > 25]
+            assert min(steps) < max(steps), "one when they went on, one at the end"
 
 
 @pytest.mark.slow

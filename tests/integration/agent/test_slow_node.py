@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.event_log import records
+from elasticrt.story.fold import story_of
 from tests.cluster import Cluster
 
 SCRIPT = """
@@ -32,7 +34,7 @@ for epoch in loop.epochs(10_000):
 
 @pytest.mark.slow
 def test_a_slow_node_makes_room(tmp_path: Path) -> None:
-    """W18: it is named, then drained, and the node that stands by takes its place; no step is lost."""
+    """W18: it is named, then drained, as the report tells; the node that stands by takes its place, no step is lost."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = ["--nnodes", "2", "--evict-stragglers", "3", "--rdzv-conf", "last_call_timeout=60"]
@@ -46,6 +48,8 @@ def test_a_slow_node_makes_room(tmp_path: Path) -> None:
         run.wait_for_step_after(run.last_step() + 5)
         last = run.events("generation")[-1]
         assert (sorted(last["nodes"]), last["kind"]) == (["a", "b"], "drain"), run.story()
+        told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
+        assert "slow was slow: its own work took" in told.chapters[1].cause, run.story()
         assert {each["slow"] for each in run.events("straggler")} - {""} == {"slow"}
         assert run.agents["slow"].process.wait(30) == 143
         assert not any(each["redone"] for each in run.events("first_step"))

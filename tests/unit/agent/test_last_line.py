@@ -118,12 +118,12 @@ def test_waiting_in_words():
 def test_where_the_run_stands():
     """Generation, nodes of how many, step, speed, scalars, the checkpoint's age, goodput."""
     entries = [*THREE_STEPS, (5.0, "a", events.Step(1, 40, 3, {"loss": 0.12345})), (6.0, "a", events.Committed(38, 1))]
-    said = sentences.now_at(story(entries), 18.0, 12.5, 0.974, step=41)
+    said = sentences.now_at(story(entries), 9.0, 0.974, step=41)
     assert said == (
-        "generation 1  2 nodes (1 to 4)  step 41  12.5 steps/s  epoch 3  loss 0.1235  checkpoint 38 (12 s ago)  "
+        "generation 1  2 nodes (1 to 4)  step 41  39.0 steps/s  epoch 3  loss 0.1235  checkpoint 38 (3 s ago)  "
         "goodput 97%"
     )
-    assert sentences.now_at(Story(), 0.0, None) == ""
+    assert sentences.now_at(Story(), 0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,39 @@ def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
     head = SimpleNamespace(record=SimpleNamespace(nonce="1f", step=38, generation=1, size=7))
     console.heard(1, rank, Step(40, 3, time.monotonic_ns(), 0, False, {"loss": 0.5}))
     console.tick(now, None, 40, head)
-    assert shown in sentences.now_at(console.story, time.time(), None)
+    assert shown in sentences.now_at(console.story, time.time())
     assert ("loss" in summary(console.story)[0]) is (rank != 0)
     assert (tmp_path / "events-a.jsonl").read_text() == written, "they are no events of this node"
+
+
+class Terminal(io.StringIO):
+    """One that keeps what is written."""
+
+    def isatty(self) -> bool:
+        """It is a terminal."""
+        return True
+
+
+def test_the_goodput_of_the_last_line_is_that_of_the_run(tmp_path, monkeypatch):
+    """As soon as there is a step, and never much older: `status` would say the same."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "300")
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    console.open_last_line()
+    now = time.monotonic()
+    console.tick(now, None)
+    for event in (started(), begun(1, "a", "start"), events.WorkersStarted(1, (0,), (11,)), events.SetUp(1, {})):
+        console.events.write(event)
+    console.heard(1, 0, Step(1, 0, time.monotonic_ns(), 0, True, {}))
+    for later_s in (1.0, 2.0, 3.0):
+        console.tick(now + later_s, None, 1)
+        shown = terminal.getvalue().rpartition("goodput ")[2]
+        assert shown.startswith(f"{console.story.goodput(now + console.zero + later_s):.0%}")
+    console.close_last_line()
 
 
 STEP = events.FirstStep(2, 51, 50, 0.11, 0)
@@ -258,7 +288,7 @@ def test_a_change_is_one_sentence(after, said):
     changes, told = Changes(Story(), whole=False), []
     for at, node, event in [*WARM, (6.0, "a", begun(2, "a", cause="b lost"))]:
         told += changes.tell(record(at, node, event))
-    assert [text for _, text in told] == ["generation 1: 2 nodes, world size 2, first step 1 after 4.00 s"]
+    assert [text for _, text in told] == ["generation 1: 2 nodes, world size 2, first step 1 after 2.00 s"]
     told = []
     for at, event in after:
         told += changes.tick(at) if event is None else changes.tell(record(at, "a", event))

@@ -14,10 +14,11 @@ import pytest
 from elasticrt import events
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.metrics import Metrics
-from elasticrt.story.buckets import BUCKETS
+from elasticrt.story.buckets import BUCKETS, totals
 from tests.unit.agent.exported import NOTED, TOLD, exported_samples, values
+from tests.unit.story.test_stood_still import BEFORE, WENT_ON
 from tests.unit.story.test_too_few_nodes import BEGINS
-from tests.unit.story.told import THREE_STEPS, begun, record, started, warm
+from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
 
 
 def value(name: str, **labels: str) -> float:
@@ -86,6 +87,34 @@ def test_the_time_of_a_script_without_a_loop_is_counted() -> None:
     metrics.tell(record(49.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=28)))
     after = values(metrics, "a", 50.0)
     assert (after["train"], after["detect"]) == pytest.approx((19.5, 21.0))
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+@pytest.mark.parametrize(
+    "hang",
+    [
+        pytest.param(WENT_ON, id="after a step"),
+        pytest.param(
+            [
+                *BEFORE,
+                *((19.0, each, events.FirstStep(1, 41, 40, None, 0)) for each in "ab"),
+                *((19.0, each, events.SetUp(1, {"start": 500, "first_step": 15_500})) for each in "ab"),
+                *((23.0, each, events.Progress(1, 60, 0.0, 0.0, 0.0)) for each in "ab"),
+            ],
+            id="in the first step",
+        ),
+    ],
+)
+def test_a_hang_is_as_long_as_in_the_report(node: str, hang: list[Entry]) -> None:
+    """Of the same node, whenever it is asked: while it lasts, and when the steps have gone on."""
+    metrics, whole = Metrics(), totals(story(hang).spans_by_node()[node])["detect"]
+    told = sorted((entry for entry in hang if entry[1] == node), key=lambda entry: entry[0])
+    found = []
+    for now in (18.9, 21.0, told[-1][0]):
+        while told and told[0][0] <= now:
+            metrics.tell(record(*told.pop(0)))
+        found.append(values(metrics, node, now)["detect"])
+    assert found == pytest.approx([whole - 0.1, whole, whole], abs=0.11)
 
 
 def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:

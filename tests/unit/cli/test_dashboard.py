@@ -114,7 +114,10 @@ def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_a_browser(tmp_path: Path) -> None:
-    """The page draws a run and follows it, fits on a phone, in the dark as well, and its console has no error."""
+    """The page draws a run and follows it, fits on a phone, in the dark as well, and its console has no error.
+
+    It opens the run that its address asks for, and no other one where there is none of that name.
+    """
     (tmp_path / "runs").mkdir(exist_ok=True)
     write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES, *WORK])
     command = [sys.executable, "-m", "elasticrt", "dashboard", "--log-dir", str(tmp_path / "runs")]
@@ -136,6 +139,12 @@ def test_in_a_browser(tmp_path: Path) -> None:
             took_s = page.wait_for("document.body.innerText.includes('lost node b')")
             print(f"shown {took_s:.2f} s after the node was lost")
             assert page.value("document.body.innerText.includes('b gone')")
+            write(tmp_path / "runs" / "keen-koala", THREE_STEPS)
+            for run, step in (("calm-fox", 61), ("keen-koala", 1)):
+                page.ask("Page.navigate", url=f"{url}?run={run}")
+                page.wait_for(f"at('runs').value === '{run}' && document.title.includes(': {step} steps')")
+            page.ask("Page.navigate", url=f"{url}?run=no-run")
+            page.wait_for("document.body.innerText.includes('no such run here yet')")
             assert page.errors == []
         finally:
             served.kill()

@@ -183,6 +183,20 @@ def monitor_of_one_that_is_stuck(directory: Path) -> tuple[HangMonitor, queue.Si
     return monitor, found, kept
 
 
+def test_the_end_of_a_stand_is_seen_at_the_next_look(tmp_path: Path) -> None:
+    """Once, with the first step after it; a step like any other is none."""
+    monitor, _, _ = monitor_of_one_that_is_stuck(tmp_path)
+    page, now = StatusPage(StatusPage.create()), time.monotonic()
+    page.stepping = 1
+    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
+    seen = []
+    for after_s, step, age_s in ((0.0, 4, 0.0), (1.0, 5, 0.0), (5.0, 5, 4.0), (6.0, 6, 0.0), (6.3, 7, 0.0)):
+        page.step, page.entered, page.step_at_ns = step, step + 1, int((now + after_s - age_s) * 1e9)
+        seen.append(monitor.look_closer(now + after_s, [page], group, 2, ask_s=[0.0]))
+    page.close()
+    assert seen == [False, False, False, True, False]
+
+
 def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
     """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
     monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)

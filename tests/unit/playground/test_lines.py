@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elasticrt import events
-from elasticrt.playground.narration import Line, Narration
-from elasticrt.story.report import body
+from elasticrt.playground.narration import Narration
+from elasticrt.story.report import report
 
 
 def record(event, node, at):
@@ -57,7 +57,7 @@ BEGIN = [
 ]
 BEGIN_TOLD = [
     "-- run calm-fox, etcd embedded, logs in runs/x",
-    "-- generation 1: 3 nodes, world size 3, first step 1 after 2.50 s",
+    "-- generation 1: 3 nodes, world size 3, first step 1 after 0.50 s",
 ]
 TWO = ["node-0", "node-1"]
 KILLED = [
@@ -181,7 +181,7 @@ def told(history, min_nodes=1):
                 BEGIN_TOLD[0],
                 "-- generation 1: 3 nodes, world size 3",
                 ".. 5 s: 3 agents, generation 1, no step yet",
-                "-- generation 1: first step 1 after 9.00 s",
+                "-- generation 1: first step 1 after 7.00 s",
             ],
             id="a late first step is told late",
         ),
@@ -206,7 +206,7 @@ def told(history, min_nodes=1):
             [
                 *BEGIN_TOLD,
                 OFFER,
-                ".. generation 1  3 nodes (1 to 9)  step 81  30.8 steps/s  epoch 3  loss 0.1235",
+                ".. generation 1  3 nodes (1 to 9)  step 81  40.0 steps/s  epoch 3  loss 0.1235",
                 ".. generation 1  3 nodes (1 to 9)  step 81  no step for 6 s  epoch 3  loss 0.1235",
             ],
             id="a status line every five seconds",
@@ -216,8 +216,8 @@ def told(history, min_nodes=1):
             [
                 *BEGIN_TOLD,
                 *KILLED_TOLD,
-                ".. generation 2  2 nodes (1 to 9)  step 407  162.4 steps/s  epoch 0",
-                ".. generation 2  2 nodes (1 to 9)  step 417  2.0 steps/s  epoch 0",
+                ".. generation 2  2 nodes (1 to 9)  step 407  epoch 0",
+                ".. generation 2  2 nodes (1 to 9)  step 417  3.8 steps/s  epoch 0",
             ],
             id="while steps are done again, the status line shows the step that was made last",
         ),
@@ -263,7 +263,7 @@ def told(history, min_nodes=1):
             [*BEGIN[:6], record(events.SetUp(1, {"first_step": 90.0}), "node-0", 104.0), passes(105.1)],
             [
                 BEGIN_TOLD[0],
-                "-- generation 1: 3 nodes, world size 3, first step after 4.00 s",
+                "-- generation 1: 3 nodes, world size 3, first step after 2.00 s",
                 ".. 5 s: 3 agents, generation 1, its steps are not counted",
             ],
             id="steps without a Loop are not counted",
@@ -333,14 +333,22 @@ def test_only_a_run_that_succeeded_gives_zero(history, code, words):
     assert words in sentence
 
 
-def test_the_summary_lists_each_generation():
-    """It ends as a report does, then with time, steps, speed and verdict."""
-    narration, _ = told([*BEGIN, *KILLED, exited("node-0", 0, 110.0), exited("node-1", 0, 110.0)])
-    lines = narration.summary(112.5)
-    assert lines[1:-2] == tuple(map(Line, body(narration.story)))
-    assert Line("2           node-2 lost  2      2           406        0.41 s  6") in lines
-    last = "wall time 12.5 s, 412 steps, 456.7 steps/s; no checkpoint. the run succeeded"
-    assert (lines[0], *lines[-2:]) == (Line(""), Line(""), Line(last))
+@pytest.mark.parametrize(
+    ("more", "stopped_by", "last"),
+    [
+        ([result("succeeded", 0, 109.0), exited("node-0", 0, 110.0)], "", []),
+        ([result("succeeded", 0, 109.0), exited("node-0", 7, 110.0)], "", ["the agent of node-0 ended with code 7"]),
+        ([exited("node-0", -9, 110.0)], "", ["no agent survived: the run did not end, it stopped"]),
+        ([], "SIGINT", ["stopped by SIGINT"]),
+    ],
+    ids=["succeeded", "an-agent-failed", "all-killed", "stopped"],
+)
+def test_a_simulation_ends_with_the_report_of_its_run(more, stopped_by, last):
+    """The same lines; then only what no report knows."""
+    narration, _ = told([*BEGIN, *KILLED, *more])
+    lines = [line.text for line in narration.summary(stopped_by)]
+    assert lines == ["", *report(narration.story), *(["", *last] if last else [])]
+    assert "2           node-2 lost  2      2           406        0.41 s  6" in lines
 
 
 def test_workers_of_an_older_generation_are_not_named():

@@ -57,7 +57,15 @@ generation  cause   nodes  world size  from step  pause   steps done again  long
 2           b lost  1      1           30         0.50 s  10                agree 0.20 s, detect 0.10 s, restore 0.10 s
 
 failures by node
-  b: 1 (b lost)"""
+  b: 1 (b lost)
+
+what happened (UTC)
+1970-01-01 00:00:02  generation 1: 2 nodes, world size 2
+1970-01-01 00:00:04  first step 1 after 2.00 s
+1970-01-01 00:00:10  b lost
+1970-01-01 00:00:10  generation 2: b lost, 1 node, world size 1
+1970-01-01 00:00:10  paused 0.50 s after step 40, 10 steps done again
+1970-01-01 00:00:13  the run succeeded: all ended well"""
 
 
 def words_of(text):
@@ -78,9 +86,10 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     ]
     changes = [(50.0 + number, "n0", begun(number, "ab", "lost", "a lost")) for number in range(1, 60)]
     lines = report(story([*many, *changes]))
-    assert len(lines) < 30
+    assert len(lines) < 70
     assert "40 nodes: n0, n1, n10, n11, n12, and 35 more" in lines
     assert "... 47 generations ..." in lines
+    assert "... 19 more ..." in lines
     assert any(line.endswith("all nodes") for line in lines)
 
 

@@ -7,7 +7,8 @@ import pytest
 from elasticrt import events
 from elasticrt.story.board import board
 from elasticrt.story.fold import SILENT_S
-from elasticrt.story.report import as_object, report, state
+from elasticrt.story.report import as_object, report, state, sums
+from elasticrt.story.sentences import now_at
 from tests.unit.story.told import THREE_STEPS, Entry, begun, story
 
 SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
@@ -65,7 +66,23 @@ def test_a_save_that_failed_is_told_of_until_one_succeeds() -> None:
     told = story([*SAVED, missed])
     assert "newest checkpoint: step 3; step 9 could not be saved: No space left on device" in "\n".join(report(told))
     assert as_object(told)["unsaved"] == {"step": 9, "generation": 1, "reason": "No space left on device"}
-    assert as_object(story([*SAVED, missed, (7.0, "a", events.Committed(12, 1))]))["unsaved"] is None
+    saved = story([*SAVED, missed, (7.0, "a", events.Committed(12, 1))])
+    assert as_object(saved)["unsaved"] is None
+    assert [6.0, "bad", "step 9 could not be saved: No space left on device"] in board(saved, 8.0)["sentences"]
+
+
+def test_the_speed_of_a_run_that_goes_on_is_that_of_the_last_while() -> None:
+    """The same on the dashboard, in `status` and at the terminal; afterwards it is that of the whole run."""
+    slower: list[Entry] = [(4.0 + at, "a", events.Step(1, 1 + 20 * at, 0, {})) for at in range(1, 101)]
+    slower += [(104.0 + at, "a", events.Step(1, 2001 + 2 * at, 0, {})) for at in range(1, 101)]
+    told = story([*THREE_STEPS, *slower])
+    assert board(told, 204.5)["tiles"]["steps/s"] == "2.0"
+    assert "2,201 steps, 2.0 steps/s; no checkpoint" in sums(told, 204.5)
+    assert "step 2,201  2.0 steps/s  epoch 0" in now_at(told, 204.5)
+    assert "no step for 10 s" in now_at(told, 214.0)
+    assert "2,201 steps, 11.0 steps/s; no checkpoint" in report(told)
+    again = story([*THREE_STEPS, *slower, (205.0, "a", begun(2, "ab", "failure"))])
+    assert again.speed is None, "a pause is no slow step"
 
 
 def test_a_run_that_failed_was_not_stopped() -> None:

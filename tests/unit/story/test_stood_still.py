@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.status import describe
+from elasticrt.ipc.wording import ANEW
 from elasticrt.liveness.straggler import Straggler
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report, state
-from elasticrt.story.sentences import doing, now_at
+from elasticrt.story.sentences import doing, happened, now_at
 from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
@@ -75,6 +77,49 @@ def test_a_hang_is_no_training(more, node, expected):
     """From the last step on, once somebody has noticed."""
     spent = totals(story([*HANG, *more]).spans_by_node()[node])
     assert {name: spent.get(name, 0.0) for name in expected} == pytest.approx(expected)
+
+
+WENT_ON = [
+    *HANG,
+    (9.6, "b", culprit(20, 3.6)),
+    (19.0, "a", events.Step(1, 21, 0, {})),
+    *((at, node, progress(step)) for at, step in ((19.1, 21), (23.0, 60), (28.0, 110)) for node in "ab"),
+]
+
+
+def test_a_hang_is_drawn_where_it_was():
+    """In the middle of the training around it, on both nodes and for the run; waits for data are not moved into it."""
+    told = story(WENT_ON)
+    for spans in (told.spans(), *told.spans_by_node().values()):
+        drawn = [(span.begin, span.end, span.bucket) for span in spans if span.end > 4.0]
+        assert drawn == [(3.5, 6.0, "train"), (6.0, 19.0, "detect"), (19.0, 28.0, "train")]
+    waited = [(at, node, replace(event, data_s=0.5) if isinstance(event, events.Progress) else event)
+        for at, node, event in WENT_ON if at >= 13.0]  # fmt: skip
+    drawn = story([*THREE_STEPS, AT_SIX, (9.5, "a", culprit(20, 3.0)), *waited]).spans_by_node()["a"]
+    assert [(span.begin, span.end) for span in drawn if span.bucket == "detect"] == [(6.5, 19.0)]
+
+
+def test_a_hang_is_told_after_it_with_whom_the_others_have_waited_for():
+    """Once, with all of its time, by its beginning: in the report as text and as a page, and on the dashboard."""
+    sentence = "no step for 13 s after step 20: rank 1 sleeps"
+    again = (12.5, "b", events.Culprit(1, 20, 6.5, (1,), ("b",), "rank 1 sleeps"))
+    told = story([*WENT_ON, again, (30.0, "a", events.Result("succeeded", 0, "")), (31.0, "a", events.AgentStopped(0))])
+    assert [each for each in happened(told) if each.kind == "bad"] == [(6.0, "bad", sentence)]
+    assert report(told).count(f"1970-01-01 00:00:06  {sentence}") == 1
+    assert board(told, 99.0)["sentences"][2] == [6.0, "bad", sentence]
+    ended = story([*HANG, *both_stalled(20, 30.0), (36.3, "a", begun(2, "ab", "failure", "no progress for 30 s"))])
+    bad = [each.text for each in happened(ended) if each.kind == "bad"]
+    assert bad == ["no step for 30 s after step 20: rank 1 sleeps"], "its failure is the same again"
+
+
+@pytest.mark.parametrize("ends", [[(20.0, node, events.AgentStopped(143)) for node in "ab"], []])
+def test_a_hang_ends_with_the_agents_of_its_run(ends):
+    """Whether they were stopped or killed: the time until the run is begun again is no part of it."""
+    again = [(4000.0, node, started()) for node in "ab"] + [(4001.0, "a", begun(2, "ab", "start", ANEW))]
+    told = story([*HANG, *ends, *again])
+    (stood,) = (each.text for each in happened(told) if each.text.startswith("no step for "))
+    assert stood == f"no step for {14 if ends else 12} s after step 20: rank 1 sleeps"
+    assert stood.replace(" after step 20", "") in told.chapter.cause
 
 
 def test_a_hang_of_the_only_worker_is_in_every_view():
@@ -217,7 +262,7 @@ def test_all_views_say_that_no_step_is_made_while_it_lasts():
     assert as_object(told, now)["standing"]["ranks"] == (1,)
     shown = board(told, now)
     assert [(each["name"], each["state"]) for each in shown["nodes"]] == [("a", "standing still"), ("b", "waited for")]
-    assert [9.5, "bad", "no step for 3 s after step 20: rank 1 sleeps"] in shown["sentences"]
+    assert [6.0, "bad", REASON] in shown["sentences"]
     lines = describe(
         "r", SPEC, [MEMBER, MEMBER], generation=agreed(waits=False), saved=None, result=None, without_nodes="",
         standing=told.standing(now),
@@ -240,7 +285,7 @@ def test_a_hang_before_the_first_step_is_one():
     """All views say so while it lasts, its time is found, and what ends it has the cause."""
     told, now, said = story(BEFORE), 18.4, "no step for 15 s after step 40: rank 1 sleeps"
     assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
-    assert (doing(told), now_at(told, now, None)) == ("stands still", f"generation 1  2 nodes (1 to 4)  {said}")
+    assert (doing(told), now_at(told, now)) == ("stands still", f"generation 1  2 nodes (1 to 4)  {said}")
     assert totals(told.spans_by_node(now)["a"]) == pytest.approx(
         {"start": 1.0, "set-up": 1.5, "detect": now - 3.5, "waiting for nodes": 1.0}
     )
@@ -385,5 +430,19 @@ def test_a_slow_node_is_told_in_its_generation():
     assert [5.0, "bad", text] in board(told, 6.0)["sentences"]
     assert as_object(told, 6.0)["slow"]["slow"] == "b"
     assert text not in report(told), "after its end nobody waits"
+    assert f"1970-01-01 00:00:05  {text}" in report(told), "but it has happened"
     assert text not in report(story([*entries, (7.0, "a", begun(2, "a"))]), 8.0)
-    assert text not in report(story([*entries, (7.0, "a", events.Straggler(1, 30, "", 0.0, 0.0))]), 8.0)
+    caught_up = report(story([*entries, (7.0, "a", events.Straggler(1, 30, "", 0.0, 0.0))]), 8.0)
+    assert text not in caught_up
+    assert caught_up[-1] == "1970-01-01 00:00:07  no node is slow any more"
+
+
+def test_a_slow_node_that_was_drained_was_slow():
+    """The cause of the next generation says so, and that of one that leaves another way does not."""
+    entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
+    why = "b was slow: its own work took 40 ms of a step, that of the others 10 ms"
+    drained = story([*entries, (9.0, "a", begun(2, "ac", "drain", "b drained"))])
+    assert drained.chapter.cause == f"b drained; c joined; {why}"
+    assert f"generation 2: {drained.chapter.cause}, 2 nodes" in "\n".join(each.text for each in happened(drained))
+    assert story([*entries, (9.0, "a", begun(2, "a", "lost", "b lost"))]).chapter.cause == "b lost"
+    assert story([*entries, (9.0, "a", begun(2, "b", "drain", "a drained"))]).chapter.cause == "a drained"

@@ -177,7 +177,7 @@ def test_the_save_of_a_run_that_gives_up_is_said_as_such() -> None:
 def test_the_bounds_of_a_run_are_those_of_its_last_resize() -> None:
     """In the last line of the terminal, and in what the state says."""
     told = story([*BEGINS, (12.0, "a", events.Resized(3, 5))])
-    assert "1 node (3 to 5)" in now_at(told, 13.0, None)
+    assert "1 node (3 to 5)" in now_at(told, 13.0)
     assert state(told, 13.0).endswith("1 of at least 3 here")
 
 

@@ -53,7 +53,7 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
     told = story([*AWAY, (8.0, "b", ended)])
     assert state(told, 10.0).startswith(f"no step for 2 s after step 1: {DEATH}; etcd has not answered for 4 s")
     assert (doing(told), told.standing_s(10.0)) == ("stands still", 2.0)
-    assert DEATH in now_at(told, 10.0, 0.0)
+    assert DEATH in now_at(told, 10.0)
     followed = story([*BACK, (8.0, "b", ended), (10.0, "a", begun(2, "a", "failure", DEATH))])
     assert (state(followed, 11.0), followed.chapter.cause) == ("running", DEATH)
     beside = events.WorkerEnded(0, 1, 12, -9, DEATH)
