@@ -90,6 +90,7 @@ def test_a_failure_costs_the_steps_since_the_newest_copy(tmp_path: Path, disturb
     assert first[0]["resumed_from"] >= copied
 
 
+@pytest.mark.slow
 def test_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     """L4: a run that went back to a copy in memory ends with the loss of one that was left alone."""
     losses = []
