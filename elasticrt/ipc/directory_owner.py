@@ -115,21 +115,14 @@ class Holding:
     def take(self) -> Owner | None:
         """Become the owner. Returns the record of another live owner, if there is one. Raises OSError.
 
-        If that owner is on another machine, this takes up to STALE_S. One on this machine is found on a full disk, too.
+        If that owner is on another machine, this takes up to STALE_S.
         """
         before: tuple[Owner | None, int] | None = None
         while True:
-            full: OSError | None = None
-            now_ns = 0  # Without the directory's clock every record is new.
-            try:
-                now_ns = self._write_draft()
-            except OSError as error:
-                full = error
+            now_ns = self._write_draft()
             found, touched_ns = self._read()
             runs = found is not None and start_of(found.pid) == found.started > 0
             verdict = judge(found, self._owner, runs=runs, age_s=(now_ns - touched_ns) / 1e9)
-            if full is not None and verdict != "taken":
-                raise full
             if verdict in ("free", "ours"):
                 self._publish()
                 return None
