@@ -12,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from elasticrt.ipc.selector_thread import READ, SelectorThread
 
 _LINE_BYTES_MAX = 16 * 1024 * 1024
 
@@ -48,31 +50,16 @@ class GroupStoreServer:
         self._clients: dict[socket.socket, _Client] = {}
         self._listening = listening
         listening.setblocking(False)
-        # Not woken by a shutdown of the listening socket, which the agent may hold for the next generation.
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="elasticrt-meeting", daemon=True)
-        self._thread.start()
+        self._thread = SelectorThread("elasticrt-meeting", self._end)
+        self._thread.call(partial(self._thread.watch, listening, READ, self._accept))
 
     def close(self) -> None:
         """Close all connections. Clients that wait get an error."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
+        self._thread.close(0.0)
 
-    def _work(self) -> None:
-        while not self._closed:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._listening:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
-                    self._read(key.fileobj)
-        for each in [self._listening, self._wake, self._woken, *self._clients]:
+    def _end(self) -> None:
+        for each in [self._listening, *self._clients]:
             each.close()
-        self._selector.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # The client has hung up already.
@@ -80,7 +67,7 @@ class GroupStoreServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(1.0)  # For answers: a client that asks reads them.
             self._clients[connection] = _Client()
-            self._selector.register(connection, selectors.EVENT_READ)
+            self._thread.watch(connection, READ, partial(self._read, connection))
 
     def _read(self, connection: socket.socket) -> None:
         client = self._clients[connection]
@@ -95,7 +82,7 @@ class GroupStoreServer:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             data = b""  # The client is gone, or is none of ours.
         if not data:
-            self._selector.unregister(connection)
+            self._thread.forget(connection)
             del self._clients[connection]
             connection.close()
 

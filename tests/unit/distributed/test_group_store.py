@@ -30,8 +30,8 @@ def port() -> Iterator[int]:
     server = GroupStoreServer(listening, NONCE)
     yield number
     server.close()
-    server._thread.join(10)
-    assert not server._thread.is_alive()
+    server._thread.close(10)
+    assert not server._thread._thread.is_alive()
 
 
 def _client(port: int, timeout_s: float = 20.0) -> GroupStore:
@@ -208,7 +208,7 @@ def test_nothing_is_left_of_stores_that_ended() -> None:
         _thread(lambda: client.add("sum", 1))
         assert client.add("sum", 1) == 2
         server.close()
-        server._thread.join(20)
+        server._thread.close(20)
 
     one()
     descriptors, threads = _descriptors(), set(threading.enumerate())
