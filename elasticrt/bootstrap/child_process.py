@@ -7,13 +7,10 @@ so it is an error of starting, not of the script. Standard library only.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticrt.ipc.leash import die_with_parent
@@ -47,30 +44,6 @@ class Job:
     parent_pid: int
     executes: bool
     program: bool
-
-
-def needs_own_interpreter(start: Start) -> bool:
-    """Whether a fork of this process cannot become `start`'s command, so that a fresh Python has to run it.
-
-    It cannot if variables that Python or the loader read at their start differ from this process's, if another Python
-    is asked for, and for anything but a plain source file (a directory, a zip file, a missing path).
-    """
-    ours, theirs = _startup_variables(os.environ), _startup_variables(start.env)
-    python = theirs.get("PYTHON_EXEC") or sys.executable
-    if ours != theirs or Path(shutil.which(python) or python).absolute() != Path(sys.executable).absolute():
-        return True
-    if start.module:
-        return False
-    return not is_source(Path(start.directory, start.command[0]))
-
-
-def is_source(script: Path) -> bool:
-    """Whether it is a file with Python's source code, and not a directory, an archive or byte code to run."""
-    return script.is_file() and script.suffix != ".pyc" and not zipfile.is_zipfile(script)
-
-
-def _startup_variables(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_"))}
 
 
 def fail(job: Job, error: OSError) -> NoReturn:

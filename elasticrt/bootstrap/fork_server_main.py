@@ -12,9 +12,11 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +137,6 @@ class ForkServer:
         return job
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
-        executes = self._executes or child_process.needs_own_interpreter(start)
         # Closed by the `exec` of a program, and by `main` before a script: until then it tells why nothing runs.
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
@@ -150,7 +151,7 @@ class ForkServer:
             raise
         if pid == 0:
             os.close(errors_fd)
-            return Job(start, fds, errors_writer, me, executes, self._program)
+            return Job(start, fds, errors_writer, me, self._executes, self._program)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.close(errors_writer)
         self._workers[pid] = _Worker(start, pid, errors_fd)
@@ -267,7 +268,7 @@ def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> t
     if options.kind == "program":
         reason = "the command is not Python's"
     elif options.method == "fork":
-        reason, wanted = _read_ahead(script)
+        reason, wanted = _read_ahead(script) if _is_this_python() else ("$PYTHON_EXEC is another Python", [])
         if not reason:
             from elasticrt.bootstrap import preload
 
@@ -276,11 +277,18 @@ def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> t
     return Warm(os.getpid(), method, reason, time.monotonic() - before_s), torch_threads
 
 
+def _is_this_python() -> bool:
+    """Whether workers are to run in the Python that this process is, as under torchrun by $PYTHON_EXEC."""
+    python = os.environ.get("PYTHON_EXEC") or sys.executable
+    return Path(shutil.which(python) or python).absolute() == Path(sys.executable).absolute()
+
+
 def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
     """Why `script` needs interpreters of its own, or "", and what to import for it before it runs."""
-    if script is None or not script.exists():
-        return "", []  # If it never comes, Python reports that in every worker.
-    if not child_process.is_source(script):
+    if script is None:
+        return "", []
+    # A directory, an archive, byte code, and what is missing, which Python reports.
+    if not script.is_file() or script.suffix == ".pyc" or zipfile.is_zipfile(script):
         return f"{script.name} is not a plain source file", []
     from elasticrt.bootstrap import script_scan
 

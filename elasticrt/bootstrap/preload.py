@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import os
 import pkgutil
 import sys
@@ -21,7 +20,6 @@ from elasticrt import torch_versions
 from elasticrt.bootstrap import process_sessions
 from elasticrt.ipc import own_sockets
 
-_ROOTS = ("torch", "numpy", "elasticrt")
 _LAZY = (
     # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
     "torch._dynamo",
@@ -54,10 +52,6 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
     # this process from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     sockets_before = set(own_sockets.own().values())
-    # A fork has these loaded before the script runs, so a local file of that name would not be imported.
-    for name in _ROOTS:
-        if _shadows(name, directory):
-            return f"the script's directory has a {name!r} of its own", 0
     # Imports make no garbage worth the time to look for it. After an error this process forks no script, and collects
     # nothing: it only starts programs.
     gc.disable()
@@ -76,8 +70,11 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
         if directory:
             sys.path.remove(directory)
     for name in wanted:
-        if not _shadows(name.partition(".")[0], directory):
-            _import_if_there(name)
+        _import_if_there(name)
+    # A fork has these loaded before the script runs, so a local file of that name would not be imported.
+    name = _shadowed(directory)
+    if name:
+        return f"the script's directory has a {name!r} of its own", threads
     # Nothing that exists now is ever garbage. The collector would touch it, and so copy it, in every worker.
     gc.freeze()
     gc.enable()
@@ -114,13 +111,15 @@ def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208  Names are all we need.
 
 
-def _shadows(name: str, directory: str) -> bool:
-    """Whether `directory` ("" for none) holds the module itself, and is not just where the package is installed."""
-    spec = PathFinder.find_spec(name, [directory] if directory else [])
-    if spec is None or spec.origin is None:
-        return False  # A directory without __init__.py gives way to a real package anywhere on the path.
-    installed = importlib.util.find_spec(name)
-    return installed is None or installed.origin != spec.origin
+def _shadowed(directory: str) -> str:
+    """A module that is loaded here, and which `directory` ("" for none) has another one of; "" if there is none."""
+    entries = os.listdir(directory) if directory and os.path.isdir(directory) else []  # noqa: PTH112, PTH208  Names.
+    for name in sorted({entry.partition(".")[0] for entry in entries} & sys.modules.keys() - {"__main__"}):
+        spec = PathFinder.find_spec(name, [directory])
+        # A directory without __init__.py gives way to a real package anywhere on the path.
+        if spec is not None and spec.origin not in (None, getattr(sys.modules[name], "__file__", None)):
+            return name
+    return ""
 
 
 def _import_torch() -> int:

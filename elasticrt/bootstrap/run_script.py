@@ -26,14 +26,6 @@ from elasticrt.errors import Handover
 from elasticrt.ipc.error_file import text_of
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
-_LOADED_BY_ANY_PYTHON = frozenset(
-    (
-        *("builtins", "sys", "os", "io", "abc", "site", "stat"),
-        *("codecs", "encodings", "posixpath", "genericpath", "zipimport"),
-    )
-)
-"""Modules that exist before the first line of any script, so that a local file of that name is never imported."""
-
 
 def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
     """Run the script `command[0]`, or with `module` the module of that name, with the rest as arguments, and end."""
@@ -104,25 +96,6 @@ def _take_path(directory: str) -> None:
         return
     sys.path.insert(0, directory)
     sys.path_importer_cache.pop(directory, None)
-    try:
-        names = {entry.name for entry in os.scandir(directory)}
-    except OSError:
-        return  # Nothing can be imported from there.
-    for name in names:
-        _prefer_local(name, directory)
-
-
-def _prefer_local(entry: str, directory: str) -> None:
-    """Forget a preloaded module if a fresh interpreter would find another one of its name in `directory`."""
-    name = entry.partition(".")[0]
-    loaded = sys.modules.get(name)
-    if loaded is None or name in _LOADED_BY_ANY_PYTHON or name in sys.builtin_module_names:
-        return
-    local = importlib.machinery.PathFinder.find_spec(name, [directory])
-    if local is None or local.origin is None or local.origin == getattr(loaded, "__file__", None):
-        return
-    for each in [each for each in sys.modules if each == name or each.startswith(name + ".")]:
-        del sys.modules[each]
 
 
 def _run(command: list[str], *, module: bool) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import py_compile
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -31,10 +33,14 @@ def test_exec_workers(cold, tmp_path):
     assert cold.warm.method == "exec"
 
 
-@pytest.mark.parametrize("name", ["torch", "numpy"])
+@pytest.mark.parametrize("name", ["torch", "sympy", "queue"])
 def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
-    """A directory with a `torch.py` beside the script gets fresh interpreters, and the reason is said."""
+    """A file beside the script that is called as a preloaded module makes fresh interpreters, and the reason is said.
+
+    It is what the script gets, as with plain Python.
+    """
     (tmp_path / f"{name}.py").write_text("who = 'mine'")
+    (tmp_path / "script.py").touch()
     rig = Rig("fork", target=str(tmp_path / "script.py"))
     try:
         result = rig.run(f"import {name}; print({name}.who)", tmp_path)
@@ -67,6 +73,7 @@ def test_what_cannot_be_forked_is_not(session_mark, tmp_path, body, reason):
     Workers are fresh interpreters then.
     """
     (tmp_path / "preloaded.py").write_text(body)
+    (tmp_path / "script.py").touch()
     rig = Rig("fork", preload=["preloaded"], target=str(tmp_path / "script.py"))
     try:
         result = rig.run("import sys; print('torch' in sys.modules)", tmp_path)
@@ -79,6 +86,7 @@ def test_what_cannot_be_forked_is_not(session_mark, tmp_path, body, reason):
 def test_preload(session_mark, tmp_path):
     """A preloaded module is imported once, from beside the script, and is there in every worker."""
     (tmp_path / "slow.py").write_text("import os\nwho = os.getpid()")
+    (tmp_path / "script.py").touch()
     rig = Rig("fork", preload=["slow"], target=str(tmp_path / "script.py"))
     try:
         result = rig.run("import slow, sys; print(slow.who, sys.path.count(sys.path[0]))", tmp_path)
@@ -88,20 +96,32 @@ def test_preload(session_mark, tmp_path):
 
 
 def test_what_the_script_begins_with(session_mark, tmp_path):
-    """A well-known library is there before the fork; the script's own file of that name still wins."""
+    """A well-known library is there before the fork."""
     library = tmp_path / "library"
     library.mkdir()
     (library / "einops.py").write_text("import os\nwho = os.getpid()")
-    (tmp_path / "safetensors.py").write_text("who = 'mine'")
-    (library / "safetensors.py").write_text("who = 'theirs'")
-    body = "import einops, safetensors\nfrom einops import nothing_of_it\n"
-    (tmp_path / "script.py").write_text(body)
+    (tmp_path / "script.py").write_text("import einops\nfrom einops import nothing_of_it\n")
     rig = Rig("fork", env={"PYTHONPATH": str(library)}, target=str(tmp_path / "script.py"))
     try:
-        result = rig.run("import einops, safetensors; print(einops.who, safetensors.who)", tmp_path)
+        result = rig.run("import einops; print(einops.who)", tmp_path)
     finally:
         rig.close()
-    assert (rig.warm.method, result.out[0]) == ("fork", f"{rig.parent.pid} mine\n")
+    assert (rig.warm.method, result.out[0]) == ("fork", f"{rig.parent.pid}\n")
+
+
+def test_another_python(session_mark, tmp_path):
+    """$PYTHON_EXEC names the Python that workers run in, and nothing is forked for it."""
+    other = tmp_path / "other"
+    other.write_text(f'#!/bin/sh\necho other\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    (tmp_path / "script.py").touch()
+    rig = Rig("fork", env={"PYTHON_EXEC": str(other)}, target=str(tmp_path / "script.py"))
+    try:
+        result = rig.run("print('runs')", tmp_path)
+    finally:
+        rig.close()
+    assert (rig.warm.method, rig.warm.reason) == ("exec", "$PYTHON_EXEC is another Python")
+    assert result.out[0] == "other\nruns\n"
 
 
 EARLY = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(torch.get_num_threads())"
@@ -127,11 +147,15 @@ def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path,
     assert rss < 60_000_000
 
 
-@pytest.mark.parametrize("name", ["directory", "archive", "compiled.pyc"])
+@pytest.mark.parametrize("name", ["directory", "archive", "compiled.pyc", "missing.py", "empty"])
 def test_what_is_no_source_file(session_mark, tmp_path, monkeypatch, name):
-    """A directory, an archive and byte code are run by fresh interpreters, which is said before they start."""
+    """A directory, an archive and byte code are run by fresh interpreters, which is said before they start.
+
+    What cannot be run ends with Python's own message and code.
+    """
     from elasticrt.settings import Command
 
+    (tmp_path / "empty").mkdir()
     main = tmp_path / "directory" / "__main__.py"
     main.parent.mkdir()
     main.write_text("print('runs')")
@@ -145,8 +169,10 @@ def test_what_is_no_source_file(session_mark, tmp_path, monkeypatch, name):
         result = rig.finish()
     finally:
         rig.close()
+    command = [sys.executable, "-u", name]
+    plainly = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (rig.warm.method, rig.warm.reason) == ("exec", f"{name} is not a plain source file")
-    assert (result.codes[0], result.out[0]) == (0, "runs\n")
+    assert (result.codes[0], result.out[0], result.err[0]) == (plainly.returncode, plainly.stdout, plainly.stderr)
 
 
 def test_the_parent_stays_what_a_fork_can_copy(warm, tmp_path):

@@ -97,36 +97,12 @@ def test_only_the_main_thread_gets_a_signal_that_asks_for_its_stack():
     process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "env", "needs"),
-    [
-        (["plain.py"], False, {}, False),
-        (["anything"], True, {}, False),
-        (["plain.py"], False, {"MINE": "x"}, False),
-        (["plain.py"], False, {"PYTHONPATH": "/x"}, True),
-        (["plain.py"], False, {"LD_PRELOAD": "x.so"}, True),
-        (["plain.py"], False, {"PYTHON_EXEC": "/usr/bin/env"}, True),
-        (["missing.py"], False, {}, True),
-        (["."], False, {}, True),
-        (["archive"], False, {}, True),
-        (["compiled.pyc"], False, {}, True),
-    ],
-)
-def test_what_needs_an_interpreter_of_its_own(tmp_path, command, module, env, needs):
-    """Whatever a fork could not become exactly is run by a fresh Python."""
-    (tmp_path / "plain.py").write_text("")
-    (tmp_path / "compiled.pyc").write_bytes(b"")
-    (tmp_path / "archive").write_bytes(b"PK\x05\x06" + b"\0" * 18)
-    start = Start(1, 0, command, module, {**os.environ, **env}, str(tmp_path), [])
-    assert child_process.needs_own_interpreter(start) is needs
-
-
 @pytest.mark.parametrize("executes", [False, True])
 def test_a_worker_dies_with_its_parent(tmp_path, executes):
     """A01: agent and worker parent killed at once leave nobody to end the workers but the kernel, and it does."""
     reader, writer = os.pipe()
     sleeper = [sys.executable, "-c", f"import os, time; os.write({writer}, b'%20d' % os.getpid()); time.sleep(300)"]
-    start = Start(1, 0, sleeper, False, dict(os.environ), str(tmp_path), [], keep_stdin=True)
+    start = Start(1, 0, sleeper, False, dict(os.environ), str(tmp_path), [])
     parent = os.fork()
     if parent == 0:
         me = os.getpid()
