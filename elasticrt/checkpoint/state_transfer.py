@@ -58,47 +58,22 @@ _NUMBER = struct.Struct("!Q")
 _MARK = "elasticrt-tensor"
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How far one rank is.
+def chain(steps: Sequence[int], addresses: Sequence[str]) -> tuple[int, ...]:
+    """The order in which the state travels: from the first of the furthest ranks to all that are not as far. Pure.
 
-    Attributes:
-        step: the last step that it has finished, -1 without a state.
-        whole: whether its state is that of exactly this step.
+    The others of its node come first, then node by node. Empty when no rank has a state.
+
+    Args:
+        steps: by rank, the last step that it has finished; -1 without the whole state of one. A rank whose optimizer
+            has stepped in a step that it did not end has the state of no step.
+        addresses: by rank, that of its node.
     """
-
-    step: int
-    whole: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Rank `source` sends to the ranks `behind`; to none when all are equally far."""
-
-    source: int
-    behind: tuple[int, ...]
-
-
-def plan(standings: Sequence[Standing]) -> Plan | None:
-    """The first of the furthest ranks sends to all that are not as far. None when no rank has a whole state. Pure.
-
-    A rank whose optimizer has stepped in a step that it did not end has the state of no step: it is behind.
-    """
-    furthest = max((each.step for each in standings if each.whole and each.step >= 0), default=-1)
+    furthest = max(steps, default=-1)
     if furthest < 0:
-        return None
-    level = [rank for rank, each in enumerate(standings) if each.whole and each.step == furthest]
-    behind = tuple(rank for rank in range(len(standings)) if rank not in level)
-    return Plan(level[0], behind)
-
-
-def chain(agreed: Plan, addresses: Sequence[str]) -> tuple[int, ...]:
-    """The order in which the state travels: from the source to the others of its node, then node by node. Pure.
-
-    `addresses`: by rank, that of its node.
-    """
-    nodes = [addresses[rank] for rank in (agreed.source, *agreed.behind)]
-    return (agreed.source, *sorted(agreed.behind, key=lambda rank: nodes.index(addresses[rank])))
+        return ()
+    order = [steps.index(furthest), *(rank for rank, step in enumerate(steps) if step != furthest)]
+    nodes = [addresses[rank] for rank in order]
+    return tuple(sorted(order, key=lambda rank: nodes.index(addresses[rank])))
 
 
 class Spare:
@@ -127,7 +102,7 @@ class Spare:
 
 
 def share(
-    mine: Standing,
+    mine: int,
     meeting: Meeting,
     state: Callable[[], dict[str, Any]],
     overwrites: Callable[[], None],
@@ -136,7 +111,7 @@ def share(
     """Agree on the furthest state. What this rank has to take over; None if it is among the furthest. Collective.
 
     Args:
-        mine: how far this rank is.
+        mine: the last step that this rank has finished; -1 without the whole state of one.
         meeting: where the ranks of the generation have met.
         state: gives this rank's own state, to send or to be written to: nested dicts, lists and tuples of tensors and
             plain values. That of a receiver may lack parts.
@@ -149,12 +124,11 @@ def share(
     """
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(meeting.address))
-        said = json.dumps([mine.step, mine.whole, meeting.address, listening.getsockname()[1]])
+        said = json.dumps([mine, meeting.address, listening.getsockname()[1]])
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
-        agreed = plan([Standing(step, whole) for step, whole, *_ in peers])
-        if agreed is None:
+        order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
+        if not order:
             raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
-        order = chain(agreed, [address for _, _, address, _ in peers])
         if meeting.rank not in order:
             return None
         place = order.index(meeting.rank)
@@ -162,14 +136,14 @@ def share(
         rank_behind = order[place + 1] if place + 1 < len(order) else None
         here = _Place()
         if rank_before is not None:
-            here.before = stack.enter_context(_connected(tuple(peers[rank_before][2:]), meeting))
+            here.before = stack.enter_context(_connected(tuple(peers[rank_before][1:]), meeting))
         if rank_behind is not None:
             here.behind = stack.enter_context(_accepted(listening, rank_behind, meeting))
         device = group_line.device()
         if device is not None:
             here.lane = GroupLine(device, rank_before, rank_behind, STALL_S, meeting.over)
         if here.before is not None:
-            return _receive(state(), spare or Spare(), here, overwrites, keeps=mine.whole)
+            return _receive(state(), spare or Spare(), here, overwrites, keeps=mine >= 0)
         if here.behind is not None:
             _send(state(), here.behind, here.lane)
     return None

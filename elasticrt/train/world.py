@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from elasticrt.checkpoint import state_transfer, stateful
-from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import agent_client, collectives, handover, regroup
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
@@ -182,9 +181,9 @@ class World:
         state, worker = self._state, self.in_place.worker
         assert worker is not None, "seats come from an agent"
         state.numbers.rank, self.size = collectives.rank_and_world()
-        standing = Standing(state.position.steps if state.whole else -1, state.whole)
+        steps = state.position.steps if state.whole else -1
         spare, self.in_place.spare = self.in_place.spare, None
-        taken = state_transfer.share(standing, meeting, self._to_others, self._overwritten, spare)
+        taken = state_transfer.share(steps, meeting, self._to_others, self._overwritten, spare)
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
         if taken is None:

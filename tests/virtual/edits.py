@@ -187,6 +187,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a stopped worker is waited for": ((_A + "supervisor", "Supervisor._end_stopped", "in pids.items() if pid in over", "in ()"),),
     "a stopped newcomer is waited for": ((_A + "supervisor", "Supervisor._end_stopped", "in beside.items() if pid in over", "in ()"),),
     "nobody sets up for the lost beside the training": ((_A + "supervisor", "Supervisor._start_missing", "if missing and", "if False and"),),
-    "the state of one that is behind is shared": ((_SHARE, "plan", "furthest = max(", "furthest = min("),),
-    "those that are level are not told from those behind": ((_SHARE, "plan", "if rank not in level", "if rank != level[0] and standings[rank].step < 0"),),
+    "the state of one that is behind is shared": ((_SHARE, "chain", "furthest = max(", "furthest = min("),),
+    "those that are level are not told from those behind": ((_SHARE, "chain", "if step != furthest", "if step < 0"),),
 }  # fmt: skip

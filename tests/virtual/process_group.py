@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrt.checkpoint.state_transfer import Plan, Standing, plan
+from elasticrt.checkpoint.state_transfer import chain
 from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds, require
@@ -120,31 +120,32 @@ class ProcessGroup:
     # The state.
 
     def _share(self, workers: list[Worker]) -> None:
-        standings = [Standing(worker.step if worker.whole else -1, worker.whole) for worker in workers]
-        agreed = plan(standings)
-        if agreed is None:
+        steps = [worker.step if worker.whole else -1 for worker in workers]
+        order = chain(steps, [""] * len(workers))
+        if not order:
             for worker in workers:
                 worker.later(0.01, lambda one=worker: one.fail("no rank has a state", collateral=False))
             return
-        self.sim.invariants.work.shares(self, workers, agreed.source)
-        self.state = workers[agreed.source].trained
+        first, *behind = order
+        self.sim.invariants.work.shares(self, workers, first)
+        self.state = workers[first].trained
         self.sim.say(workers[0].process, f"  generation {self.generation} goes on after step {len(self.state)}")
         last_s = 0.0
-        for rank in agreed.behind:
+        for rank in behind:
             workers[rank].whole, workers[rank].page.restored_at_ns = False, 0
             took_s = self.sim.living.uniform(0.01, self.sim.plan.share_s)
             last_s = max(last_s, took_s)
-            self.sim.engine.after(took_s, self._received, workers[rank], agreed)
+            self.sim.engine.after(took_s, self._received, workers[rank], first)
         for rank, worker in enumerate(workers):
-            if rank not in agreed.behind:
-                worker.later(last_s if rank == agreed.source else 0.0, self._settled, worker)
+            if rank not in behind:
+                worker.later(last_s if rank == first else 0.0, self._settled, worker)
 
-    def _received(self, worker: Worker, agreed: Plan) -> None:
-        source = self.members[agreed.source]
+    def _received(self, worker: Worker, first: int) -> None:
+        source = self.members[first]
         if self.over or not worker.alive or not source.alive:
             return
         if worker.asleep or source.asleep or not self.sim.linked(worker.process, source.process):
-            self.sim.engine.after(POLL_S, self._received, worker, agreed)
+            self.sim.engine.after(POLL_S, self._received, worker, first)
             return
         worker.trained, worker.whole = source.trained, True
         self._settled(worker)

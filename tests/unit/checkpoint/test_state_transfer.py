@@ -21,46 +21,33 @@ import torch.distributed as dist
 
 from elasticrt.checkpoint import group_line, state_transfer
 from elasticrt.checkpoint.group_line import GroupLine, parcels
-from elasticrt.checkpoint.state_transfer import Line, Plan, Spare, Standing, chain, plan, rehearse, share
+from elasticrt.checkpoint.state_transfer import Line, Spare, chain, rehearse, share
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.regroup import Meeting, Overtaken
 
-WHOLE, TORN, NEW = True, False, Standing(-1, False)
+NEW = -1  # A newcomer, or a rank in the middle of a step that its optimizer has begun.
 
 
 @pytest.mark.parametrize(
-    ("standings", "expected"),
+    ("steps", "nodes", "order"),
     [
-        ([Standing(7, WHOLE)], Plan(0, ())),
-        ([Standing(7, WHOLE), Standing(7, WHOLE)], Plan(0, ())),
-        ([Standing(7, WHOLE), Standing(8, WHOLE)], Plan(1, (0,))),
-        ([Standing(7, WHOLE), Standing(8, WHOLE), Standing(8, WHOLE), Standing(7, WHOLE)], Plan(1, (0, 3))),
-        ([NEW, Standing(0, WHOLE)], Plan(1, (0,))),
-        ([NEW, NEW, Standing(3, WHOLE), NEW], Plan(2, (0, 1, 3))),
-        ([Standing(8, TORN), Standing(7, WHOLE)], Plan(1, (0,))),
-        ([Standing(-1, TORN), Standing(7, WHOLE), Standing(8, WHOLE)], Plan(2, (0, 1))),
-        ([Standing(7, TORN), Standing(7, TORN)], None),
-        ([NEW], None),
-        ([], None),
+        ([7], "a", (0,)),
+        ([7, 7], "ab", (0,)),
+        ([7, 8], "ab", (1, 0)),
+        ([7, 8, 8, 7], "abcd", (1, 0, 3)),
+        ([NEW, 0], "ab", (1, 0)),
+        ([NEW, NEW, 3, NEW], "abcd", (2, 0, 1, 3)),
+        ([NEW, 7, 8], "abc", (2, 0, 1)),
+        ([NEW, NEW], "ab", ()),
+        ([], "", ()),
+        ([1, 0, 0, 0], "aabb", (0, 1, 2, 3)),
+        ([0, 0, 1, 0], "aabb", (2, 3, 0, 1)),
+        ([0, 0, 0, 1, 0, 0], "abcacb", (3, 0, 1, 5, 2, 4)),
     ],
 )
-def test_who_sends(standings: list[Standing], expected: Plan | None) -> None:
-    """The first of the furthest that are whole sends to all others; without one there is nobody to ask."""
-    assert plan(standings) == expected
-
-
-@pytest.mark.parametrize(
-    ("agreed", "nodes", "order"),
-    [
-        (Plan(0, ()), "a", (0,)),
-        (Plan(0, (1, 2, 3)), "aabb", (0, 1, 2, 3)),
-        (Plan(2, (0, 1, 3)), "aabb", (2, 3, 0, 1)),
-        (Plan(3, (0, 1, 2, 4, 5)), "abcacb", (3, 0, 1, 5, 2, 4)),
-    ],
-)
-def test_the_state_comes_to_each_node_once(agreed: Plan, nodes: str, order: tuple[int, ...]) -> None:
-    """First to the other ranks of the sender's node; then one rank of each node gets it, and gives it to the others."""
-    assert chain(agreed, list(nodes)) == order
+def test_who_sends_to_whom(steps: list[int], nodes: str, order: tuple[int, ...]) -> None:
+    """The first of the furthest to all others, if any has a state: to those of its node, then to each node once."""
+    assert chain(steps, list(nodes)) == order
 
 
 def _rank(number: int, world: int, listening: socket.socket, work: Callable[[Meeting], Any], answers: Any) -> None:
@@ -163,7 +150,7 @@ def _exchange(meeting: Meeting) -> Any:
     own, expected = _state(rank + 1), _leaves(_state(2))
     places = {path: each.data_ptr() for path, each in _leaves(own).items() if isinstance(each, torch.Tensor)}
     called: list[int] = []
-    told = share(Standing(rank + 4, True), meeting, lambda: own, lambda: called.append(1))
+    told = share(rank + 4, meeting, lambda: own, lambda: called.append(1))
     if rank == 1:
         return told is None and not called
     assert told is not None
@@ -188,7 +175,7 @@ def test_tensors_of_all_kinds_arrive_in_place(way: Any) -> None:
 def _to_a_newcomer(meeting: Meeting) -> Any:
     rank = meeting.rank
     own = _state(2) if rank == 1 else {"model": {"half": torch.zeros(2)}, "optimizer": {}}
-    told = share(Standing(4, True) if rank == 1 else NEW, meeting, lambda: own, lambda: None)
+    told = share(4 if rank == 1 else NEW, meeting, lambda: own, lambda: None)
     if rank == 1:
         return told is None
     found, expected = _leaves(told), _leaves(_state(2))
@@ -209,7 +196,7 @@ def _to_one_with_spare_memory(meeting: Meeting) -> Any:
     own: dict[str, Any] = {"moments": {} if meeting.rank else moments}
     spare = Spare([torch.zeros(5, 3), torch.zeros(2)])
     ready = {each.data_ptr() for each in spare._tensors[torch.Size((5, 3)), torch.float32]}
-    told = share(NEW if meeting.rank else Standing(1, True), meeting, lambda: own, lambda: None, spare)
+    told = share(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None, spare)
     if told is None:
         return True
     found = told["moments"]
@@ -234,7 +221,7 @@ def _with_a_flipped_bit(meeting: Meeting) -> Any:
                 room[5] ^= 16
 
         Line.fill = fill  # type: ignore[method-assign]
-    return str(share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None))
+    return str(share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
 
 
 def test_a_flipped_bit_is_refused() -> None:
@@ -257,7 +244,7 @@ def _measured(meeting: Meeting) -> Any:
     own = {"weights": torch.full((LARGE // 4,), float(rank))}
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
     before = _peak_bytes()
-    told = share(Standing(1, True) if rank else NEW, meeting, lambda: own, lambda: None)
+    told = share(1 if rank else NEW, meeting, lambda: own, lambda: None)
     more = _peak_bytes() - before
     if told is not None:
         assert told["weights"].data_ptr() == own["weights"].data_ptr()
@@ -289,7 +276,7 @@ def _keeps_its_own(meeting: Meeting, number: int) -> bool:
     """Whether a rank with a whole state has it still after a transfer that fails."""
     own, called = _state(number), []
     with pytest.raises(dist.DistNetworkError, match="the state of another rank has not come through"):
-        share(Standing(7, True), meeting, lambda: own, lambda: called.append(1))
+        share(7, meeting, lambda: own, lambda: called.append(1))
     expected, found = _leaves(_state(number)), _leaves(own)
     tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
     return not called and all(torch.equal(found[path], expected[path]) for path in tensors)
@@ -299,7 +286,7 @@ def _sender_is_lost(meeting: Meeting, number: int) -> Any:
     if meeting.rank < 2:
         return _keeps_its_own(meeting, meeting.rank)
     _in_the_middle(lambda: os.kill(os.getpid(), number))
-    share(Standing(8, True), meeting, lambda: _state(2), lambda: None)
+    share(8, meeting, lambda: _state(2), lambda: None)
     return "sent"
 
 
@@ -314,7 +301,7 @@ def _receiver_is_lost(meeting: Meeting, number: int) -> Any:
     if meeting.rank == 1:
         Line.fill = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
     own = {"weights": torch.ones(LARGE // 4)}
-    return str(share(NEW if meeting.rank else Standing(1, True), meeting, lambda: own, lambda: None))
+    return str(share(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -328,11 +315,11 @@ def test_a_receiver_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, 
 def _overtaken(meeting: Meeting) -> Any:
     if meeting.rank == 1:
         _in_the_middle(lambda: (meeting.gather("the middle", ""), time.sleep(600)))
-        return share(Standing(1, True), meeting, lambda: _state(1), lambda: None)
+        return share(1, meeting, lambda: _state(1), lambda: None)
     begun = threading.Event()
     threading.Thread(target=lambda: (meeting.gather("the middle", ""), begun.set()), daemon=True).start()
     with pytest.raises(Overtaken):
-        share(Standing(0, True), replace(meeting, over=begun.is_set), lambda: _state(0), lambda: None)
+        share(0, replace(meeting, over=begun.is_set), lambda: _state(0), lambda: None)
     return True
 
 
@@ -355,7 +342,7 @@ def _strangers(meeting: Meeting) -> Any:
             return listens[0]
 
         socket.create_server = create_server
-    told = share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None)
+    told = share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)
     return told is None or told["text"]
 
 
@@ -365,7 +352,7 @@ def test_strangers_get_nothing() -> None:
 
 
 def _nobody(meeting: Meeting) -> Any:
-    return share(Standing(-1, False), meeting, dict, lambda: None)
+    return share(NEW, meeting, dict, lambda: None)
 
 
 def test_without_a_state_all_are_told() -> None:
@@ -411,7 +398,7 @@ def _with_a_flipped_bit_in_the_group(meeting: Meeting) -> Any:
 
 
 def _with_its_own(meeting: Meeting) -> str:
-    return str(share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None))
+    return str(share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
 
 
 def test_a_bit_that_the_group_flips_is_refused() -> None:
@@ -433,10 +420,10 @@ def _sender_of_the_group_is_lost(meeting: Meeting) -> Any:
             real(*args)
 
         GroupLine._move = move  # type: ignore[method-assign]
-        return share(Standing(8, True), meeting, lambda: _state(2), lambda: None)
+        return share(8, meeting, lambda: _state(2), lambda: None)
     own, called = _state(0), []
     with pytest.raises(RuntimeError):
-        share(Standing(7, True), meeting, lambda: own, lambda: called.append(1))
+        share(7, meeting, lambda: own, lambda: called.append(1))
     expected = _leaves(_state(0))
     found = _leaves(own)
     return not called and all(torch.equal(found[k], v) for k, v in expected.items() if isinstance(v, torch.Tensor))
