@@ -97,7 +97,7 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
 
 
 def _place_standard_streams(job: Job) -> None:
-    if not job.start.keep_stdin:
+    if job.start.local_rank != 0:
         point_to_null(0)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if name in job.fds:

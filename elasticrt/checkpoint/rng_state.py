@@ -10,7 +10,6 @@ With a seed for the Loop none of this is needed: the numbers of each step follow
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import random
@@ -170,8 +169,7 @@ def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:
     if "python" in kinds:
         random.seed(digest)
     if "numpy" in kinds and "numpy" in sys.modules:
-        with contextlib.suppress(TypeError):  # Before 1.24 numpy could only seed its default generator.
-            sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "big"))
+        sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "big"))
 
 
 def _with_lists(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Start:
     The descriptors named in `fd_names` travel with it, in this order: "stdout", "stderr" (write ends), "channel",
     "page", "state" (global rank 0, if the generation resumes from a copy in memory), "listen" (global rank 0). The
     parent writes their numbers into the worker's environment (ELASTICRT_CHANNEL_FD and so on). `env` is otherwise
-    complete. `generation` is that of the start; the worker may go on in later ones. `keep_stdin`: local rank 0 only.
+    complete. `generation` is that of the start; the worker may go on in later ones. Local rank 0 keeps stdin.
     """
 
     generation: int
@@ -51,7 +51,6 @@ class Start:
     env: dict[str, str]
     directory: str
     fd_names: list[str]
-    keep_stdin: bool = False
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,6 @@ class WorkerGroup:
             env={**base_env, **env.to_env()},
             directory=str(directory),
             fd_names=["stdout", "stderr", "channel", "page"],
-            keep_stdin=env.local_rank == 0,
         )
         output, page = Output(env, self._logs, self._console), StatusPage(page_fd)
         state = WorkerState(self._starts, env, output, channel, page, pipes, oom_kills())
