@@ -129,12 +129,12 @@ def _line(level: str, kind: str, text: str) -> str:
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import audit, completion, control, doctor, launch, playground, report, run, serve_etcd
+    from elasticrt.cli import audit, completion, control, doctor, playground, report, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, epilog=BEGIN, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, launch, playground, serve_etcd, control, report, doctor, audit, completion):
+    for command in (run, playground, serve_etcd, control, report, doctor, audit, completion):
         command.add_parser(commands)
     return parser
 

@@ -1,6 +1,6 @@
 """A script for torch.distributed.launch: its local rank comes as --local-rank, which argparse insists on.
 
-elasticrt launch --nnodes 2 --nproc-per-node 2 examples/styles/launch_dash.py --epochs 20
+elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/launch_dash.py '--local-rank=${local_rank}'
 """
 
 import argparse

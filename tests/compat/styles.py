@@ -36,7 +36,7 @@ class Style:
         name: what people call it.
         script: in the folder.
         arguments: of the script.
-        command: what starts it on each node: "run", "launch", or "python" alone.
+        command: what starts it on each node: "run", or "python" alone.
         options: of the command.
         nodes: how many.
         victim: the rank whose process is killed.
@@ -72,14 +72,9 @@ STYLES = (
     Style("nn.DataParallel, one process", "data_parallel.py", options=("--standalone",), nodes=1, victim=0),
     Style("DDP, mp.spawn in the script", "mp_spawn.py", ("--gpus", "2"), options=ONE_EACH, victim=1, inner=True),
     Style("elasticrt.spawn", "elastic_spawn.py", ("--nodes", "2"), command="python", options=()),
-    Style("torch.distributed.launch, --local_rank", "launch_underscore.py", command="launch"),
-    Style("torch.distributed.launch, --local-rank", "launch_dash.py", command="launch", victim=0),
-    Style(
-        "torch.distributed.launch, --use-env",
-        "torchrun_env.py",
-        command="launch",
-        options=("--use-env", "--nnodes=2", "--nproc_per_node=2"),
-    ),
+    Style("torch.distributed.launch, --local_rank", "launch_underscore.py", ("--local_rank=${local_rank}",)),
+    Style("torch.distributed.launch, --local-rank", "launch_dash.py", ("--local-rank=${local_rank}",), victim=0),
+    Style("torch.distributed.launch, --use-env", "torchrun_env.py", options=("--nnodes=2", "--nproc_per_node=2")),
     Style(
         "torchrun, one node",
         "torchrun_env.py",
@@ -130,8 +125,6 @@ class Nodes(Cluster):
 
     def wrap(self, name: str, command: list[str]) -> list[str]:
         """`elasticrt run ...` as a cluster starts it, in this style's words."""
-        if self.style.command == "launch":
-            return [*command[:3], "launch", *command[4:]]
         if self.style.command == "python":
             options = {"RUN_ID": self.run_id, "NODE": name, "LOG_DIR": self.run_dir.parent}
             return [

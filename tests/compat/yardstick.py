@@ -115,9 +115,12 @@ BEHAVIOURS = [
     ),
     *_area(
         "torch.distributed.launch",
-        ("scripts get --local-rank without --use-env", "tests/unit/cli/test_launch.py::test_what_the_script_gets"),
-        ("and no argument with it", "tests/unit/cli/test_launch.py::test_what_the_script_gets"),
-        ("${local_rank} in arguments is filled in", "tests/unit/cli/test_launch.py::test_local_rank_in_arguments"),
+        (
+            "scripts get --local-rank without --use-env",
+            "-Who runs such a script writes the argument with ${local_rank}.",
+        ),
+        ("and no argument with it", "-The same."),
+        ("${local_rank} in arguments is filled in", "tests/unit/cli/test_run_options.py::test_local_rank_in_arguments"),
     ),
     *_area(
         "launcher's API",

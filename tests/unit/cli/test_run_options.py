@@ -12,7 +12,7 @@ from elasticrt.cli.configure import configure, count_workers
 from elasticrt.cli.main import build_parser, main
 from elasticrt.cli.run import options_given
 from elasticrt.errors import ConfigError
-from elasticrt.settings import Settings
+from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 
 
@@ -243,7 +243,7 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["run", "--nodes", "3", "train.py"], "Did you mean --nnodes?"),
         (["run", "--settle", "3", "train.py"], "See `elasticrt run --help`"),
         (["simulate"], "nothing to run (SCRIPT)"),
-        (["launch", "--nproc-per-node", "two", "train.py"], "See `elasticrt launch --help`"),
+        (["run", "--nproc-per-node", "two", "train.py"], "See `elasticrt run --help`"),
         (["status", "--run-id", "x", "--etcd", "ftp://a"], "--etcd"),
         (["status"], "which run? (RUN)"),
         (["drain", "n1"], "which run? (RUN)"),
@@ -257,6 +257,12 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["dashboard", "--listen", "foo"], "(--listen): got foo; expected [HOST:]PORT with a port from 0 to 65535"),
         (["logs", "calm-fox", "x"], "(RANK): got x; expected a whole number from 0"),
         (["run", "--nnodes", "2:2", "--standalone", "train.py"], "(--standalone): got a minimum of 2 nodes"),
+
+
+def test_local_rank_in_arguments() -> None:
+    """`${local_rank}` stands for the worker's local rank, as under torchrun; everything else stays as it is."""
+    command = Command(("train.py", "--rank=${local_rank}", "${oc.env:HOME}", "$local_rank", "$$"))
+    assert command.of_worker(3) == ["train.py", "--rank=3", "${oc.env:HOME}", "$local_rank", "$$"]
         (["run", "--min-nodes", "3", "--max-nodes", "2", "train.py"], "(--min-nodes, --max-nodes): got 3 and 2;"),
         (["etcd", "--cert-file", "x"], "Give the one that lacks"),
         (["etcd", "--data-dir", "/proc/x"], "(--data-dir): got /proc/x: No such file or directory; expected"),
@@ -278,7 +284,7 @@ def test_options_behind_the_script_are_its_own_and_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["launch"], ["simulate"], ["etcd"], ["status"], ["drain"], ["resize"], ["ledger", "check"], ["run"]]
+    "words", [[], ["simulate"], ["etcd"], ["status"], ["drain"], ["resize"], ["ledger", "check"], ["run"]]
 )
 def test_help_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each command shows itself in use."""
