@@ -30,11 +30,6 @@ _MISTAKES = (
     (r"the following arguments are required: (?P<name>.*)", "something is missing", "{name}"),
     (r"argument (?P<name>[^ /:]+)\S*: expected one argument", "an option without its value", "{name} {value}"),
     (r"argument (?P<name>[^ /:]+)\S*: ignored explicit argument '(?P<got>.*)'", "an option without a value", "{name}"),
-    (
-        r"argument (?P<name>\S+): invalid choice: '(?P<got>.*?)'.* \(choose from (?P<all>.*)\)",
-        "no such {name}",
-        "{all}",
-    ),
     (r"unrecognized arguments: (?P<got>.*)", "not understood", "{usage}"),
 )
 """What argparse says of a mistake, what we say that it is, and what was expected."""
@@ -129,12 +124,12 @@ def _line(level: str, kind: str, text: str) -> str:
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import audit, completion, control, doctor, playground, report, run, serve_etcd
+    from elasticrt.cli import audit, control, doctor, playground, report, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, epilog=BEGIN, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, playground, serve_etcd, control, report, doctor, audit, completion):
+    for command in (run, playground, serve_etcd, control, report, doctor, audit):
         command.add_parser(commands)
     return parser
 

@@ -82,13 +82,20 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument(
-        "--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs (default: {log_dir})"
-    )
+    text = f"where runs keep their logs (default: {log_dir})"
+    complete_files(parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=text))
+
+
+def complete_files(action: argparse.Action) -> None:
+    """Its value is a file: what shtab, which makes completions of the parser, is to tell each shell (`shtab.FILE`)."""
+    fish = "(__fish_complete_path (commandline -ct))"
+    action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": fish}  # type: ignore[attr-defined]
 
 
 def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) -> None:
     action = group.add_argument(*names, **how)
+    if action.metavar in ("FILE", "DIR"):
+        complete_files(action)
     for name in names:
         # Underscores do as well, as with torchrun. Registered here, they appear neither in help nor in completion.
         group._option_string_actions.setdefault(name[:2] + name[2:].replace("-", "_"), action)

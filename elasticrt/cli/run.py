@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import add_command, check_refused, declare_refused, given, read, words
+from elasticrt.cli.options import add_command, check_refused, complete_files, declare_refused, read, words
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError
@@ -41,7 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def declare_script(parser: argparse.ArgumentParser) -> None:
     """Add the script with its arguments, and torchrun's flags that are refused."""
     declare_refused(parser)
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
+    text = "the training script (with -m: a module)"
+    complete_files(parser.add_argument("script", metavar="SCRIPT", nargs="?", help=text))
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
     )

@@ -71,7 +71,6 @@ def test_commands_whose_etcd_is_away(command: list[str], capsys: pytest.CaptureF
         ("drain", "something is missing (elasticrt drain): expected NODE. See `elasticrt drain --help`"),
         ("drain --log-dir", "an option without its value (elasticrt drain): expected --log-dir DIR. See"),
         ("logs --follow=3", "an option without a value (elasticrt logs): got 3; expected --follow. See"),
-        ("completion tcsh", "no such SHELL (elasticrt completion): got tcsh; expected"),
         ("stop a b", "not understood (elasticrt stop): got b; expected [options] [RUN]. See `elasticrt stop --help`"),
         (
             "report --logdir x",
