@@ -88,7 +88,7 @@ def named_options() -> Iterator[tuple[str, str]]:
 OF_OTHERS = {
     *("--full", "--strict", "--extra-index-url", "--constraint"),
     *("--known", "--write", "--only", "--show", "--seeds", "--first", "--rows", "--reps"),
-    *("--local_rank", "--note"),
+    *("--local_rank", "--note", "--data-dir"),
 }
 """Options of dev.py, mkdocs and pip; of the simulated world and the bench; of a script, and of a walk's exercise."""
 

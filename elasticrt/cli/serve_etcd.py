@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,10 @@ from uuid import uuid4
 
 from elasticrt.cli.options import add_command, read
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError
-from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import host_and_port, option
 from elasticrt.store import embedded, etcd_server
-from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback
+from elasticrt.store.address import is_loopback
 from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address
 from elasticrt.text import shell
@@ -35,9 +31,6 @@ class ServeOptions:
         "--listen HOST:PORT", None, "an address of this machine, 0.0.0.0 for all",
         host_and_port("--listen", least=1), default="a socket that only you can use",
     )  # fmt: skip
-    data_dir: Path | None = option(
-        "--data-dir DIR", None, "keep the data there", lambda text: Path(text).absolute(), default="removed at the end"
-    )
     cert_file: str | None = option("--cert-file FILE", None, "serve with TLS: the certificate", os.path.abspath)
     key_file: str | None = option("--key-file FILE", None, "its private key", os.path.abspath)
     client_ca_file: str | None = option(
@@ -62,8 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     text = "serve an etcd on this machine, for several runs or several machines"
     more = (
-        "It is a single server, in the foreground until SIGINT or SIGTERM. A production cluster has its own of three\n"
-        "members; this one is for trying things and for clusters without one."
+        "It is a single server, in the foreground until SIGINT or SIGTERM; then its data is removed. A production\n"
+        "cluster has its own of three members; this one is for trying things and for clusters without one."
     )
     epilog = "example: elasticrt etcd --listen 10.0.0.5:2379 --insecure-etcd"
     add_command(subparsers, "etcd", main, text, ServeOptions, more=more, epilog=epilog)
@@ -86,45 +79,9 @@ def main(arguments: argparse.Namespace) -> int:
         given = Address("https" if options.tls else "http", *options.listen)
         listen = etcd_server.claim(given, "--listen")
     binary = etcd_server.find_binary()
-    with nullcontext(options.data_dir) if options.data_dir else embedded.new_data() as directory, _held(directory):
-        listen = listen or _socket_in(directory)
+    with embedded.new_data() as directory:
+        listen = listen or etcd_server.socket_in(directory)
         return serve(binary, directory, listen, given or listen, options)
-
-
-@contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Make the directory, and keep others from serving out of it as well. Raises ConfigError."""
-    try:
-        make_directory(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        lock = (directory / "lock").open("wb")
-    except OSError as error:
-        what, expected = "the data directory can't be made or used", "a directory of this user's"
-        remedy = "Check the path and its permissions"
-        raise ConfigError(what, "--data-dir", got=error, expected=expected, remedy=remedy) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            what, got = "the data directory can't be had alone", f"{directory}: {error.strerror}"
-            remedy = "Choose another, or end who has it"
-            raise ConfigError(what, "--data-dir", got=got, remedy=remedy) from error
-        yield
-
-
-def _socket_in(directory: Path) -> Address:
-    """The address of a socket in it that only this user can use. Raises ConfigError."""
-    address = etcd_server.socket_in(directory)
-    problem = embedded.what_is_unsafe(directory)
-    if problem:
-        expected, remedy = "a directory of this user alone (mode 0700)", f"chmod 700 {directory}, or name another one"
-        what = "others could use a socket in there"
-        raise ConfigError(what, "--data-dir", got=problem, expected=expected, remedy=remedy)
-    if len(os.fsencode(address.host)) > SOCKET_PATH_MAX_BYTES:
-        expected, remedy = f"at most {SOCKET_PATH_MAX_BYTES} bytes", "Name a directory with a shorter path"
-        what = "a path too long for a socket"
-        raise ConfigError(what, "--data-dir", got=address.host, expected=expected, remedy=remedy)
-    return address
 
 
 def check_tls(options: ServeOptions) -> None:
@@ -151,9 +108,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     """Start etcd at `listen`, say how to join at `given`, and wait for a signal or the end of etcd; the exit code."""
     flags = [word for pair in options.tls.items() for word in pair]
     flags += ["--client-cert-auth"] if options.client_ca_file is not None else []
-    # In a directory of its own the identity lasts as long as the data; without one every server is another.
-    token = "elasticrt" if options.data_dir is not None else uuid4().hex
-    etcd = EtcdProcess(binary, directory, listen, token, tuple(flags))
+    etcd = EtcdProcess(binary, directory, listen, uuid4().hex, tuple(flags))
     signals = etcd_server.caught_signals()
     try:
         etcd.start()
@@ -186,6 +141,4 @@ def how_to_join(address: Address, options: ServeOptions, version: tuple[int, ...
         lines.append("only you can use it, and only on this machine; --listen serves other machines")
     elif options.client_ca_file is None:
         lines.append("it is unauthenticated: anyone who reaches this port can read and change the run")
-    if options.data_dir is not None and version in etcd_server.UNSAFE_VERSIONS:
-        lines.append("this version of etcd can lose its last writes in a crash: use 3.4.23 or newer, or 3.5.3 or newer")
     return lines

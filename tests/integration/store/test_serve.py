@@ -53,11 +53,9 @@ def test_serve(number: signal.Signals, code: int) -> None:
         assert process.wait(20) == code
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_serve_this_user_alone(tmp_path: Path, kept: bool) -> None:
-    """SEC10: without --listen no port is open, and nobody else can use the socket, wherever the data is."""
-    tmp_path.chmod(0o755)
-    with served(*(["--data-dir", str(tmp_path / "kept")] if kept else [])) as (process, lines):
+def test_serve_this_user_alone() -> None:
+    """SEC10: without --listen no port is open, and nobody else can use the socket."""
+    with served() as (process, lines):
         (address,) = parse_endpoints(lines[0].rpartition(" ")[2])
         assert lines[1] == f"join with: elasticrt run --etcd {address} ..."
         store = EtcdStore((address,))
@@ -66,8 +64,6 @@ def test_serve_this_user_alone(tmp_path: Path, kept: bool) -> None:
         (etcd,) = psutil.Process(process.pid).children()
         assert not [c for c in etcd.net_connections("inet") if c.status == "LISTEN"]
         refused_to_others(address)
-        if kept:
-            assert main(["etcd", "--data-dir", str(tmp_path / "kept")]) == 2, "two servers in one directory"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143
 
@@ -93,28 +89,9 @@ def test_killed_command_takes_its_server_along() -> None:
         process.wait(20)
 
 
-def test_kept_data(tmp_path: Path) -> None:
-    """With a data directory the next server has the keys and the identity of the last one."""
-    address = Address("http", "127.0.0.1", free_port())
-    identities = []
-    for expected in (0, 1):
-        with served("--listen", f"127.0.0.1:{address.port}", "--data-dir", str(tmp_path / "kept")) as (process, _):
-            store = EtcdStore((address,))
-            snapshot = store.read("/")
-            assert len(snapshot.keys) == expected
-            identities.append(snapshot.store_id)
-            store.commit(Txn((), (Put("/a", b""),)))
-            store.close()
-            process.send_signal(signal.SIGTERM)
-            process.wait(20)
-    assert identities[0] == identities[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data-dir", "/"], "--data-dir"),
-        (["--data-dir", "/sys"], "--data-dir"),
         (["--listen", "127.0.0.1:2379"], "--insecure-etcd"),
         (["--listen", "a..b:2379"], "(--listen)"),
         (["--listen", "no.such.invalid:2379", "--insecure-etcd"], "--listen"),
@@ -127,7 +104,6 @@ def test_kept_data(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:2379", "--cert-file", "/no", "--key-file", "/no"], "--cert-file"),
         (["--listen", "127.0.0.1:2379", "--client-ca-file", "/etc/passwd"], "--cert-file"),
         (["--listen", "127.0.0.1:2379", "--cert-file", "/etc/passwd", "--key-file", "/etc/passwd"], "--cert-file"),
-        (["--data-dir", "/proc/none/x"], "--data-dir"),
     ],
 )
 def test_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
