@@ -112,9 +112,9 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     signals = etcd_server.caught_signals()
     try:
         etcd.start()
-        write(sys.stdout, "\n".join(how_to_join(given, options, etcd_server.version_of(binary))) + "\n")
+        write(sys.stdout, "\n".join(how_to_join(given, options)) + "\n")
         while (number := signals.get()) == signal.SIGCHLD and etcd.runs():
-            pass  # Another child's end: that of `etcd --version`.
+            pass  # It was only stopped, or goes on.
     finally:
         etcd.stop()
     if number != signal.SIGCHLD:
@@ -123,7 +123,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     raise StoreError("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy)
 
 
-def how_to_join(address: Address, options: ServeOptions, version: tuple[int, ...]) -> list[str]:
+def how_to_join(address: Address, options: ServeOptions) -> list[str]:
     """The lines to print once it serves."""
     everywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  Compared, not bound.
     reached = replace(address, host=socket.gethostname()) if everywhere else address
@@ -134,7 +134,7 @@ def how_to_join(address: Address, options: ServeOptions, version: tuple[int, ...
     elif not is_loopback(reached):
         words += " --insecure-etcd"
     lines = [
-        f"etcd {'.'.join(map(str, version))} serves at {reached}",
+        f"etcd serves at {reached}",
         f"join with: elasticrt run --etcd {shell((str(reached),))}{words} ...",
     ]
     if address.scheme == "unix":
