@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     checking = commands.add_parser(
         "check",
         help="prove that each sample counts exactly once",
-        description="Check a ledger that Loop(ledger=DIR), or a run with ELASTICRT_LEDGER=DIR, has written. "
+        description="Check a ledger that Loop(ledger=DIR) has written. "
         "Nodes without a shared directory each have a part of it: copy each node's to a directory of its own, and give "
         "all of them.",
         epilog=EPILOG,
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
             ", ".join(arguments.directories),
             got=got,
             expected=f"directories with files *{SUFFIX}, each whole",
-            remedy="Name the directory of Loop(ledger=DIR) or ELASTICRT_LEDGER",
+            remedy="Name the directory of Loop(ledger=DIR)",
         ) from None
     write(sys.stdout, "\n".join(describe(verdict)) + "\n")
     return EXIT_WORKERS if verdict.problems else EXIT_OK

@@ -18,36 +18,29 @@ from elasticrt.data.sample_order import BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.collectives import rank_and_world
-from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.errors import CheckpointError, ConfigError
 from elasticrt.ipc.file_modes import FILE_MODE, make_directory
 from elasticrt.ipc.ledger_file import SUFFIX, Closing, LedgerEntry, Link, Opening, end_line
 
 _log = logging.getLogger(__name__)
-
-VARIABLE = "ELASTICRT_LEDGER"
 
 
 class Ledger:
     """This rank's ledger. Without a directory it only carries on the history that was restored.
 
     Args:
-        directory: created when missing; None: as ELASTICRT_LEDGER says.
+        directory: created when missing; None: nothing is written.
         sampler: that of the Loop.
 
-    Raises ConfigError when `directory` is given and the sampler is no ElasticBatchSampler. ELASTICRT_LEDGER, which may
-    be set for all scripts of a node, is then a warning.
+    Raises ConfigError when `directory` is given and the sampler is no ElasticBatchSampler.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
-        chosen = os.environ.get(VARIABLE, "") if directory is None else os.fspath(directory)
-        self._warning = ""
-        if chosen and not isinstance(sampler, ElasticBatchSampler):
+        if directory is not None and not isinstance(sampler, ElasticBatchSampler):
             got, expected = type(sampler).__name__, "ElasticBatchSampler, which has each sample exactly once"
-            message = explain("a ledger without a sampler that counts", "Loop(sampler=)", got=got, expected=expected)
-            if directory is not None:
-                raise ConfigError(message)
-            self._warning = f"{VARIABLE}: nothing is recorded: {message}"
-        self._directory = Path(chosen).absolute() if chosen else None
+            what = "a ledger without a sampler that counts"
+            raise ConfigError(what, "Loop(sampler=)", got=got, expected=expected)
+        self._directory = None if directory is None else Path(directory).absolute()
         self._sampler = sampler if isinstance(sampler, ElasticBatchSampler) else None
         self._history: list[Link] = []
         self._start = ""
@@ -75,9 +68,6 @@ class Ledger:
     def open(self, start: str, position: Position) -> None:
         """The loop is entered: begin the file of this rank of this start."""
         rank, world_size = rank_and_world()
-        if self._warning and rank == 0:
-            _log.warning(self._warning)
-            self._warning = ""
         if self._directory is None or self._sampler is None:
             return
         worker = agent_client.worker_env()

@@ -18,7 +18,7 @@ from tests.cluster import AgentProcess
 SAMPLES, BATCH = 1010, 20
 
 SCRIPT = f"""
-import time
+import os, time
 from pathlib import Path
 import torch, torch.nn.functional as F, elasticrt
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,7 +30,8 @@ sampler = elasticrt.ElasticBatchSampler(data, global_batch_size={BATCH}, micro_b
 loader = DataLoader(data, batch_sampler=sampler)
 model = DDP(torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
-loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=0.05)
+loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=0.05,
+                      ledger=os.environ["LEDGER"])
 for epoch in loop.epochs(1000):
     for x, y in loop.batches(loader):
         F.mse_loss(model(x), y).backward()
@@ -50,7 +51,7 @@ class SharedDisk(Storm):
 
     def wrap(self, name: str, command: list[str]) -> list[str]:
         """With the directory of its ledger."""
-        return ["env", f"ELASTICRT_LEDGER={self.ledger.format(name)}", *command]
+        return ["env", f"LEDGER={self.ledger.format(name)}", *command]
 
 
 class OwnDisks(SharedDisk):
