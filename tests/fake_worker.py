@@ -17,6 +17,17 @@ from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import Copied, Message, Own, Reply, Save
 
 
+def forget() -> None:
+    """Let this process become another worker: it reads its environment again at the next use."""
+    for cached in (
+        agent_client.worker_env,
+        agent_client.agent_link,
+        agent_client.status_page,
+        agent_client.show_stacks,
+    ):
+        cached.cache_clear()
+
+
 class Agent:
     """Keeps messages, and what their files hold; fences saves by the head's nonce, unless `answer` says otherwise."""
 
@@ -98,7 +109,7 @@ def under(agent: Agent, monkeypatch: Any, *, resume: Commit | None = None, **fie
     """This process is a worker of `agent` in here."""
     worker = replace(WORKER, resume=resume, channel_fd=agent.worker_fd, nonce=f"under-{next(_NUMBERS)}")
     worker = replace(worker, **fields)
-    agent_client.forget()
+    forget()
     with monkeypatch.context() as patch:
         for name, value in worker.to_env().items():
             patch.setenv(name, value)
@@ -109,4 +120,4 @@ def under(agent: Agent, monkeypatch: Any, *, resume: Commit | None = None, **fie
             agent.close()
             if adopted is not None:
                 adopted.close()
-            agent_client.forget()
+            forget()

@@ -260,9 +260,3 @@ def show_stacks() -> None:
     # Only the thread that gets the signal, which is the main one. Other threads run on while they are written down, so
     # that faulthandler reads frames that are changing: measured, a crash in some hundred looks (CPython 3.11).
     faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=False, chain=False)
-
-
-def forget() -> None:
-    """Read the environment again at the next use, for a process that has become another worker."""
-    for cached in (worker_env, agent_link, status_page, show_stacks):
-        cached.cache_clear()

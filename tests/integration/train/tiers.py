@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 import elasticrt
 from elasticrt.checkpoint import stateful
 from elasticrt.checkpoint.snapshot import Snapshot
-from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Copy, WorkerEnv
+from tests.fake_worker import forget
 
 BATCH = 8
 EPOCHS = 3
@@ -158,7 +158,7 @@ def _worker(directory: Path, rank: int) -> Iterator[None]:
         run_id="run", attempt=1, generation=2, nonce="n2", node=f"node-{rank}", run_dir="", copy=copy, state_fd=fd,
     )  # fmt: skip
     os.environ.update(worker.to_env())
-    agent_client.forget()
+    forget()
     yield
     if fd >= 0:
         os.close(fd)

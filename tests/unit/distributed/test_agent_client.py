@@ -14,7 +14,7 @@ from elasticrt import ConfigError
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.messages import Claim, Done, Release, Reply, Step
 from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL
-from tests.fake_worker import Agent, under
+from tests.fake_worker import Agent, forget, under
 from tests.servers import wait_until
 
 
@@ -25,7 +25,7 @@ def step(number: int) -> Step:
 
 def test_no_agent_no_link():
     """Without an agent's variables there is no place and no link, and the status page is nobody else's."""
-    agent_client.forget()
+    forget()
     assert (agent_client.worker_env(), agent_client.agent_link()) == (None, None)
     assert bytes(agent_client.status_page().words) == bytes(PAGE_BYTES)
 
@@ -137,11 +137,11 @@ def test_malformed_environment(monkeypatch):
     agent = Agent()
     with under(agent, monkeypatch):
         monkeypatch.setenv("ELASTICRT_CHANNEL_FD", "seven")
-        agent_client.forget()
+        forget()
         with pytest.raises(ConfigError, match="ELASTICRT_CHANNEL_FD"):
             agent_client.worker_env()
         monkeypatch.setenv("ELASTICRT_CHANNEL_FD", str(agent.worker_fd))
-        agent_client.forget()
+        forget()
 
 
 def deep(frames: int) -> int:

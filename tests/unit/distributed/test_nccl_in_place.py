@@ -15,7 +15,7 @@ import torch.distributed as dist
 from elasticrt.distributed import agent_client, context, regroup
 from elasticrt.ipc.messages import Reseat
 from elasticrt.train.in_place import InPlace
-from tests.fake_worker import Agent, under
+from tests.fake_worker import Agent, forget, under
 
 
 class Abortable(dist.ProcessGroup):
@@ -109,7 +109,7 @@ def test_nccl_is_told_to_survive_and_on_which_gpu(monkeypatch: pytest.MonkeyPatc
             context.make_group("nccl", rank=0)
             assert {name: os.environ[name] for name in context.SURVIVE} == context.SURVIVE
     else:
-        agent_client.forget()
+        forget()
         context.make_group("nccl", rank=0)
         assert {os.environ[name] for name in context.SURVIVE} == {"1"}
     context.make_group("gloo", rank=0)
