@@ -135,7 +135,7 @@ def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s
 
 def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
     """Build and publish. False when the right was lost meanwhile: then the result of another builder counts."""
-    if prepared_dir.fits(target, version, refresh=True):  # It may have been built while this process waited.
+    if prepared_dir.fits(target, version):  # It may have been built while this process waited.
         return right.publish(lambda: None)
     right.sweep()
     workshop = target.with_name(f".{target.name}.{right.workshop}-{secrets.token_hex(8)}")

@@ -88,8 +88,6 @@ class Watcher:
 
     def add(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
         """Start a watch. Never blocks; raises StoreUnavailable after `close`."""
-        if from_revision < 1:
-            raise ValueError(f"a watch from revision {from_revision}: revisions count from 1")
         with self._lock:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")

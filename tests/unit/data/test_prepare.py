@@ -84,7 +84,7 @@ def test_damaged_is_built_again(tmp_path, damage):
 
 
 def test_a_copy_with_other_times_is_reused(tmp_path):
-    """Other modification times are looked into by digest, found harmless, and noted."""
+    """Other modification times are looked into by digest, and found harmless."""
     build = Builder()
     path = prepare(tmp_path / "data", build)
     os.utime(path / "a.txt", (1, 1))
