@@ -113,7 +113,10 @@ def _tasks() -> int:
 
 def _shadowed(directory: str) -> str:
     """A module that is loaded here, and which `directory` ("" for none) has another one of; "" if there is none."""
-    entries = os.listdir(directory) if directory and os.path.isdir(directory) else []  # noqa: PTH112, PTH208  Names.
+    try:
+        entries = os.listdir(directory) if directory else []  # noqa: PTH208  Names are all we need.
+    except OSError:
+        return ""  # Nothing can be imported from there.
     for name in sorted({entry.partition(".")[0] for entry in entries} & sys.modules.keys() - {"__main__"}):
         spec = PathFinder.find_spec(name, [directory])
         # A directory without __init__.py gives way to a real package anywhere on the path.
