@@ -1,4 +1,4 @@
-"""A torchrun script: everything it has to know is in its environment.
+"""A torchrun script: everything it has to know is in its environment. Also what `elasticrt launch --use-env` runs.
 
 elasticrt run --standalone --nproc-per-node 2 examples/styles/torchrun_env.py
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/torchrun_env.py

@@ -191,7 +191,7 @@ def test_other_options_are_refused_while_members_live() -> None:
     other = World(spec(max_nodes=3))
     other.server = world.server
     stranger = VirtualMember(other, "n9")
-    with pytest.raises(DuplicateError, match="--nnodes: 1:3 here, 1:4 in the run"):
+    with pytest.raises(DuplicateError, match="--max-nodes: 3 here, 4 in the run"):
         stranger.enter()
     world.server.revoke(world.members["n0"].member.lease_id)
     stranger.enter()

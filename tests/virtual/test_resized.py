@@ -96,7 +96,7 @@ def test_newcomers_with_another_size_are_refused_unless_it_was_changed() -> None
     """Two command lines that disagree are a mistake as long as nobody has resized the run."""
     world = running(2, max_nodes=2)
     world.spec = RunSpec(**{**world.spec.model_dump(), "max_nodes": 3})
-    with pytest.raises(DuplicateError, match="--nnodes"):
+    with pytest.raises(DuplicateError, match="--max-nodes"):
         VirtualMember(world, "n2").enter()
 
 
