@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import add_command, check_refused, complete_files, declare_refused, read, words
+from elasticrt.cli.options import add_command, check_refused, complete_files, declare_refused, given, read, words
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError

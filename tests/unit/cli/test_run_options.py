@@ -257,12 +257,6 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["dashboard", "--listen", "foo"], "(--listen): got foo; expected [HOST:]PORT with a port from 0 to 65535"),
         (["logs", "calm-fox", "x"], "(RANK): got x; expected a whole number from 0"),
         (["run", "--nnodes", "2:2", "--standalone", "train.py"], "(--standalone): got a minimum of 2 nodes"),
-
-
-def test_local_rank_in_arguments() -> None:
-    """`${local_rank}` stands for the worker's local rank, as under torchrun; everything else stays as it is."""
-    command = Command(("train.py", "--rank=${local_rank}", "${oc.env:HOME}", "$local_rank", "$$"))
-    assert command.of_worker(3) == ["train.py", "--rank=3", "${oc.env:HOME}", "$local_rank", "$$"]
         (["run", "--min-nodes", "3", "--max-nodes", "2", "train.py"], "(--min-nodes, --max-nodes): got 3 and 2;"),
         (["etcd", "--cert-file", "x"], "Give the one that lacks"),
         (["run", "--rdzv-conf", "a=b", "train.py"], "(--rdzv-conf a): got b; expected one of join_timeout, timeout"),
@@ -272,6 +266,12 @@ def test_a_commands_likeliest_mistakes(argv: list[str], words: str, capsys: pyte
     """FAULTS section 4: a slip of the finger is one line that says what was meant or wanted, exit code 2."""
     assert main(argv) == 2
     assert words in _whole(capsys)
+
+
+def test_local_rank_in_arguments() -> None:
+    """`${local_rank}` stands for the worker's local rank, as under torchrun; everything else stays as it is."""
+    command = Command(("train.py", "--rank=${local_rank}", "${oc.env:HOME}", "$local_rank", "$$"))
+    assert command.of_worker(3) == ["train.py", "--rank=3", "${oc.env:HOME}", "$local_rank", "$$"]
 
 
 def test_options_behind_the_script_are_its_own_and_said_to_be() -> None:
