@@ -183,7 +183,8 @@ class Agent(Side):
         member, view, node = self.member, self.member.view, self.member.me.record.node
         self._attend()
         ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
-        self.node.do_what_is_due(now, [other for other in ended if other != node])
+        leaves = member.me.record.draining
+        self.node.do_what_is_due(now, [other for other in ended if other != node], leaves=leaves)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None

@@ -192,15 +192,15 @@ class Supervisor:
 
     # Deadlines.
 
-    def do_what_is_due(self, now: float, elsewhere: Sequence[str]) -> None:
+    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool) -> None:
         """End workers that are late at `now`, start those that are missing, look for hangs.
 
-        `elsewhere`: nodes where some workers of the generation have ended.
+        `elsewhere`: nodes where some workers of the generation have ended. `leaves`: this node is to leave.
         """
         self._check.look(now)
         self._kill_overdue(now)
         self.progress.look(self._state.number, now)
-        self._end_unseated(now)
+        self._end_unseated(now, leaves=leaves)
         self._start_missing(now)
         pages, state = self.pages.of(self._state), self._state
         # Until all have come to the agreed step it is expected of them, and a hang keeps them from it.
@@ -229,14 +229,14 @@ class Supervisor:
             self._kill_late = None
             self.group.kill(generation)
 
-    def _end_unseated(self, now: float) -> None:
+    def _end_unseated(self, now: float, *, leaves: bool) -> None:
         """End workers that do not take the seats that they were given."""
         state = self._state
         if self._late_at is None or now < self._late_at:
             return
         age_s, limit_s = now - state.seated_ns / 1e9, SEATED_WAITING_S_MAX if self._waits else SEATED_S_MAX
         self._late_at = None if age_s >= limit_s else now + limit_s - age_s
-        late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank)]
+        late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
         if late and self._late_at is not None:
             self.hangs.ask(self.group, Stacks("late", state.number, 0, age_s, False), late)
         elif late and state.seat is not None:

@@ -57,10 +57,14 @@ class WorkerPages:
         """Whether one of `local_ranks` has the state of its generation, or of the one before."""
         return any(self._word(rank, state.number, "restored_at_ns") for rank in local_ranks)
 
-    def is_late(self, state: GroupState, local_rank: int) -> bool:
-        """Whether a worker should have taken its new seat; not while it does something else than training."""
+    def is_late(self, state: GroupState, local_rank: int, *, leaves: bool = False) -> bool:
+        """Whether a worker should have taken its new seat; not while it does something else than training.
+
+        `leaves`: its node leaves as soon as the others have what they need of it, so nothing else counts.
+        """
         began, restored = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "restored_at_ns"))
-        return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") == 1)
+        trains = leaves or self._word(local_rank, state.number, "stepping") == 1
+        return began < state.seated_ns and (restored < began or trains)
 
     def unmet_since(self, state: GroupState, now: float) -> float | None:
         """Since when workers have been waiting too long for the others of their generation; None: they have not.

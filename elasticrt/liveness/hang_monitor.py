@@ -83,11 +83,13 @@ class HangMonitor:
         self._say = say
         self._stopped = Stopped()
         self._stopped_look_at: float | None = None
+        self._pace, self._usual_before_s = StallDetector(self._hang_s), 0.0
         self.began(0.0)
 
     def began(self, now: float) -> None:
-        """Workers are being started, or get new seats, at `now`: begin without any knowledge of their pace."""
+        """Workers are being started, or get new seats, at `now`: their pace will be another one."""
         self._began_at = now
+        self._usual_before_s = self._usual_s
         self._pace = StallDetector(self._hang_s)
         self._asked = (0, 0.0)  # The step and the part of the limit for which stacks were taken last.
         self._looped = False
@@ -110,6 +112,11 @@ class HangMonitor:
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
+
+    @property
+    def _usual_s(self) -> float:
+        """The median seconds of a step; until it is known that of the generation before, 0.0 for none."""
+        return self._pace.usual_s or self._usual_before_s
 
     def wake_at(self) -> list[float]:
         """The times at which to look again."""
@@ -171,7 +178,7 @@ class HangMonitor:
             return False
         step = sum(map(step_of, pages))
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
-        bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
+        bound_s = max(STANDING_FACTOR * self._usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
         before = self._stand

@@ -198,12 +198,15 @@ def _others_go_on(me: Me, view: View) -> bool:
 
 def _drained(me: Me, view: View) -> Leave:
     """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory."""
+    stay = _others_go_on(me, view)
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
+        if view.generation.record.waits and all(entry.record.draining for entry in view.members.values()):
+            return Leave("drained: the others save, and leave as well", others_go_on=True)
         others = "wait for more nodes" if view.generation.record.waits else "go on"
         return Leave(f"drained: the others {others}", others_go_on=True)
-    if _others_go_on(me, view):
+    if stay:
         return Leave(f"drained: the others go on after step {me.going:,}", saving=me.going, others_go_on=True)
     return Leave(f"drained: too few nodes are left to go on after step {me.going:,}", saving=me.going)
 

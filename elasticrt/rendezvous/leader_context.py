@@ -270,6 +270,8 @@ def left_until(led: LeaderContext) -> float:
     asked = led.view.handover
     if asked is None:
         return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
+    if led.in_place and not (led.leaving or asked.record.save):
+        return math.inf  # Whoever is waited for is busy, or it hangs, which its agent ends.
     told_at = asked.since + LEAVE_S_MAX
     if not (led.leaving and led.in_place and led.standing_since is not None and led.generation.world_size > 1):
         return told_at
@@ -372,7 +374,8 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
         # Their workers wait with the state that they have, for those that set up beside them; but not for ever. Who is
         # in this generation and has none yet is not waited for: without their group its workers end, or hang.
         troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
-        until = min(troubles, default=view.generation.since) + spec.join_timeout_s
+        enough_since = sorted(entry.ready_since or 0.0 for entry in can)[spec.min_nodes - 1]
+        until = min(troubles, default=max(view.generation.since, enough_since)) + spec.join_timeout_s
         if sum(bool(each.record.ready) or each.record.generation != view.number for each in can) < spec.min_nodes:
             until = max(troubles, default=view.generation.since) + SEATED_S_MAX
         return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None

@@ -15,6 +15,7 @@ copy of this very generation if a seated member states one, else from the head. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +86,9 @@ def planned(led: LeaderContext) -> Decision:
         return _after_hold(led, wish, asked.create_revision, asked.since)
     missing, told_at = [seat for seat in led.seats if not led.said(seat, "held")], left_until(led)
     if missing and led.now < told_at:
-        return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
+        to_come = list_names(seat.node for seat in missing)
+        until = told_at if told_at < math.inf else None
+        return Wait(f"all leave after step {asked.record.step}; {to_come} to come", until)
     if missing:
         return _given_up(led, wish)
     if wish.save and not asked.record.save:
@@ -114,7 +117,10 @@ def _after_waiting(led: LeaderContext) -> Decision:
         return short
     if led.leaving:
         return re_form(led, "drain", f"{list_names(seat.node for seat in led.leaving)} drained")
-    new = [entry.record.node for entry in candidates(led.view) if _has_more(led, entry)]
+    # Where they wait no more for newcomers to set up, all that can start do so.
+    ready = candidates(led.view)
+    ready = ready if len(ready) >= led.spec.min_nodes else startable(led.view)
+    new = [entry.record.node for entry in ready if _has_more(led, entry)]
     if new:
         return re_form(led, "join", f"{list_names(new)} joined")
     return re_form(led, "resize", f"resized to at least {counted(led.spec.min_nodes, 'node')}")

@@ -34,8 +34,7 @@ def waiting(chapter: Chapter) -> str:
     """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes it only saves that."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
     if len(chapter.nodes) >= chapter.needed:
-        then = " first" if chapter.kind == "drain" else ", and ends"
-        return f"{counted(len(chapter.nodes), 'node')}: the run saves {state}{then}"
+        return f"{counted(len(chapter.nodes), 'node')}: the run saves {state}"
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 

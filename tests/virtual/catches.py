@@ -115,10 +115,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a damaged copy is offered again": ("L6", "all copies are damaged"),
     "all start anew, whoever could go on": ("L9", "a worker is killed, and all others go on"),
     "all go on, and nobody has the state": ("S18", "the only one that has the state drains, and another has set up"),
-    "the last that has the state drains, and does not save": (
-        "S10",
-        "the only one that has the state drains, and another has set up",
-    ),
     "a node has as many seats as workers, alive or not": ("L6", "a worker is killed, and all others go on"),
     "workers that are ready beside their node's seat are not let in": (
         "L4",
@@ -145,6 +141,20 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "below min-nodes survivors wait and save nothing": (
         "L2",
         "too few are left, and are told to leave while they wait",
+    ),
+    "those that have the state leave, and the others start anew": (
+        "S10",
+        "the only one that has the state drains, and another has set up",
+    ),
+    "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
+    "who leaves leaves its state to the one that hangs": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
+    "who leaves is left out before it has saved": (
+        "L8",
+        "the only one that has the state drains, and another has set up",
+    ),
+    "nobody remembers how far a handover was": (
+        "L1",
+        "a newcomer fails twice in the same way before its first step, while the others get further",
     ),
     "below min-nodes survivors that drain are left out": (
         "S10",
@@ -330,9 +340,15 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "planned without: asked is not None and (not asked.record.step)": ("L6", "a newcomer goes again"),
     "planned without: not asked.record.step": ("L4", "the leader is killed"),
     "planned without: missing and led.now < told_at": ("S10", "a node joins, and nothing is lost"),
+    "planned without: missing": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "planned without: wish.save and (not asked.record.save)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
+    ),
+    "_given_up without: led.leaving and go_on(led.view, members)": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
+    "_after_waiting without: led.leaving and missing and (led.now < until)": (
+        "L8",
+        "the only one that has the state drains, and another has set up",
     ),
     "_after_waiting without: short is not None": (
         "L6",
@@ -349,7 +365,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S12",
         "a newcomer comes while a worker has ended well",
     ),
-    "_wish without: draining": ("L2", "a node drains, and nothing is lost"),
+    "_wish without: led.leaving": ("S10", "all are told to leave, the last of them when the step is agreed"),
     "_wish without: led.me.starting and led.standing_since is None and (not enough)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",

@@ -6,6 +6,7 @@ _FOR_PEOPLE = (
     "harmless because the restart is the same: the leader waits a moment so that the report names the cause (of a "
     "hang: what all nodes were doing) and not its consequence, for people."
 )
+_IN_WORDS = "harmless because only the words differ, in which people are told why a node leaves or a generation begins."
 _UNSEEN = (
     "harmless because no story or seed that was tried shows it, which is less than that nothing can go wrong: history "
 )
@@ -50,7 +51,9 @@ HARMLESS: dict[str, str] = {
         "harmless because it only spares the wait of a quarter of a second where no copy can come; "
         "test_a_restart_does_not_wait_for_long_or_without_copies watches the rule."
     ),
-    "_drained without: _others_go_on(me, view)": _FOR_PEOPLE,
+    "_drained without: stay": _IN_WORDS,
+    "_after_waiting without: led.leaving": _IN_WORDS,
+    "_after_waiting without: new": _IN_WORDS,
     "_asking_again without: absent and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
         "later at most. The rule serves one that has been started without the page."

@@ -301,6 +301,24 @@ IN_PLACE: list[Plan] = [
         )
         for nodes, leaves, stuck in ((2, "n0", "n1"), (2, "n1", "n0"), (3, "n2", "n1"), (3, "n0", "n1"))
     ),
+    _living(
+        "a newcomer waits for a worker that is busy for long",
+        3,
+        Fault(6.0, "worker_stuck", "n1", 80.0),
+        arrivals=(0.0, 0.1, 7.0),
+        safety_s=100.0,
+        generations_max=2,
+    ),
+    _living(
+        "a node comes back late, and takes long to set up, while the other waits",
+        2,
+        Fault(6.0, "leave", "n1"),
+        Fault(50.0, "start", "n1"),
+        spec=spec_for(2, min_nodes=2, join_timeout_s=60.0),
+        setup_s=60.0,
+        safety_s=120.0,
+        generations_max=3,
+    ),
     *(
         _living(
             f"{who} fails twice in the same way before its first step, while the others get further",
