@@ -202,9 +202,9 @@ def _drained(me: Me, view: View) -> Leave:
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
-        if view.generation.record.waits and all(entry.record.draining for entry in view.members.values()):
-            return Leave("drained: the others save, and leave as well", others_go_on=True)
-        others = "wait for more nodes" if view.generation.record.waits else "go on"
+        waits = view.generation.record.waits
+        leave = waits and all(entry.record.draining for entry in view.members.values())
+        others = "save, and leave as well" if leave else "wait for more nodes" if waits else "go on"
         return Leave(f"drained: the others {others}", others_go_on=True)
     if stay:
         return Leave(f"drained: the others go on after step {me.going:,}", saving=me.going, others_go_on=True)
