@@ -518,6 +518,17 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """This node leaves the run, and ends its workers.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class AgentStopped:
     """The agent ends. The last event of its life, unless it is killed.
 
@@ -570,6 +581,7 @@ Event = (
     | EtcdAway
     | Failure
     | Result
+    | Leaves
     | AgentStopped
     | Unheard
 )

@@ -455,6 +455,7 @@ class Agent(Side):
                 return result.code
             case Leave():
                 self.console.close_last_line()
+                self.console.events.write(events.Leaves(decision.reason))
                 self.console.say(f"leaving: {decision.reason}", "leaving")
                 reached = self.node.progress.reached
                 if self.member.me.record.draining and not decision.saving and not decision.others_go_on:

@@ -18,7 +18,6 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
-from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import ANEW, was_slow
 from elasticrt.story.buckets import (
     AGREE,
@@ -109,9 +108,10 @@ class Life:
         code: its exit code; None while it runs, and after it was killed.
         gone_at: when the leader has taken its node out, if it has written nothing since; its last event, where no node
             was left to notice.
-        loss: that it was taken out, as a failure.
         spans: how its time was spent.
         tells: whether its workers train, so that it writes their progress.
+        leaves: whether its agent has said that it leaves the run.
+        loss: that it was taken out, as a failure.
         away_since: since when etcd has not answered it; None while it does.
     """
 
@@ -123,8 +123,9 @@ class Life:
     spans: LifeSpans
     code: int | None = None
     gone_at: float | None = None
-    loss: Trouble | None = None
     tells: bool = False
+    leaves: bool = False
+    loss: Trouble | None = None
     away_since: float | None = None
 
 
@@ -437,8 +438,8 @@ class Story:
                 self.text = event.text
             case events.Result():
                 self.result, self.ended_at = event, at
-            case events.AgentStopped() if life is not None:
-                self._stopped(life, event)
+            case events.Leaves() | events.AgentStopped() if life is not None:
+                self._leaves(life, event)
         if life is not None:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
@@ -650,18 +651,23 @@ class Story:
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)
-        if (life is None and event.how == ANEW) or (life is not None and life.code is not None):
-            return  # It has left in order, or it is not known whether it has.
+        in_order = life is not None and (life.code is not None or (life.leaves and SILENT not in event.how))
+        if in_order or (life is None and event.how == ANEW):
+            return  # Or it is not known whether it has left in order.
         how = f"{event.lost} lost (killed)" if event.how == ANEW else event.how
         loss = Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0)
         self.troubles.append(loss)
         if life is not None:
             life.gone_at, life.loss = life.last if event.how == ANEW else max(at, life.last), loss
 
-    def _stopped(self, life: Life, event: events.AgentStopped) -> None:
-        """An agent has ended. If it was about to leave when its node was taken out, nothing has failed."""
-        life.code = event.code
-        if life.loss in self.troubles and event.code == EXIT_TERMINATED and SILENT not in life.loss.what:
+    def _leaves(self, life: Life, event: events.Leaves | events.AgentStopped) -> None:
+        """An agent leaves, or has ended. If it has left before its node was taken out, nothing has failed: clocks of
+        two machines differ."""
+        if isinstance(event, events.AgentStopped):
+            life.code = event.code
+            return
+        life.leaves = True
+        if life.loss in self.troubles and SILENT not in life.loss.what:
             self.troubles.remove(life.loss)
 
     def _seated(self, node: str) -> Life | None:
@@ -672,7 +678,7 @@ class Story:
     def _why_anew(self, before: Chapter, kind: str) -> tuple[str, str]:
         """Cause and kind of a generation that has no node of the one before: the leader does not know why."""
         lives = [(node, self._seated(node)) for node in before.nodes]
-        killed = [node for node, life in lives if life is not None and life.code is None]
+        killed = [node for node, life in lives if life is not None and life.code is None and not life.leaves]
         if killed:
             return f"{', '.join(killed)} lost (killed)", "lost"
         return ANEW, "start" if all(life is not None for _, life in lives) else kind

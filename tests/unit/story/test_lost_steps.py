@@ -127,9 +127,10 @@ def test_workers_that_go_on_in_place_begin_where_they_stood():
     assert story([*THREE_STEPS, TWENTY, (7.0, "a", begun(2, "a"))]).chapter.resume_step == 20
 
 
-def test_who_has_left_in_order_has_not_failed():
+@pytest.mark.parametrize("known", [events.AgentStopped(143), events.Leaves("drained")], ids=["ended", "still ends"])
+def test_who_has_left_in_order_has_not_failed(known):
     """The leader of the next agents does not know why the others have gone: their own events say it."""
-    told = story(AGAIN)
+    told = story([(at, node, known if isinstance(event, events.AgentStopped) else event) for at, node, event in AGAIN])
     assert (told.chapter.kind, told.chapter.cause, told.troubles) == ("start", ANEW, [])
     assert "no step lost" in changes(told)
 
