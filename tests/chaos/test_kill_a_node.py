@@ -228,6 +228,7 @@ def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path)
     assert history.resume(max(history.generations)) >= 40
 
 
+@pytest.mark.slow
 def test_all_nodes_are_told_to_leave(tmp_path: Path, data: Path) -> None:
     """K01, A20: SIGTERM to every node at once: the present step is saved, and the next submission goes on after it."""
     # The second submission meets the first one's etcd, so that numbers go on.

@@ -44,7 +44,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 2])
 def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Path, loaders: int) -> None:
     """A02, as SLURM's scancel does it: workers and DataLoader processes stay for the handover; no step is lost."""
     options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]

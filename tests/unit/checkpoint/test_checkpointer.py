@@ -26,6 +26,7 @@ from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
+from tests.servers import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -445,6 +446,7 @@ def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch):
     agent = Agent(head="0123456789abcdef")
     with under(agent, monkeypatch, resume=head, generation=3):
         saver = save(tmp_path, 2)
+        wait_until(lambda: agent.of(Unsaved), "the agent is told")
         assert [each.reason for each in agent.of(Unsaved)] == [f"the head is 0123456789abcdef ({tmp_path})"]
         assert saver._head.known.step == 1
     assert len(list(tmp_path.glob("*.json"))) == 1
