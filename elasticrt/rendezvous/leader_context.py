@@ -258,9 +258,8 @@ def re_form(
     asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
     saved = led.generation.waits or (asked is not None and asked.record.save)
     saved = saved and all(led.said(seat, "held") for seat in here)
-    left, stay = startable(led.view, draining=not saved), startable(led.view)
-    alone = not go_on(led.view, stay) or (isinstance(short, Wait) and len(stay) < led.spec.min_nodes)
-    if alone and not isinstance(short, Finish) and go_on(led.view, left):
+    left = startable(led.view, draining=not saved)
+    if not (led.others_go_on or isinstance(short, Finish)) and go_on(led.view, left):
         return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
     return short or publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
 

@@ -166,8 +166,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "who waits puts an earlier step in place of the head": (
         (_OFFER, "adds", "lacks_head and step == committed", "lacks_head"),
     ),
-    "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if alone and", "if False and"),),
-    "those that have the state leave, and the others start anew": ((_LED, "re_form", "not go_on(led.view, stay) or ", ""),),
+    "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if not (led.others_go_on", "if False and not (led.others_go_on"),),
+    "those that have the state leave, and the others start anew": ((_LED, "LeaderContext.others_go_on", " and (not self.in_place or go_on(self.view, stay))", ""),),
     "a step that does not end is waited for by those that leave": ((_LED, "left_until", "if not (led.leaving", "if True or not (led.leaving"),),
     "who leaves leaves its state to the one that hangs": ((_PLANNED, "_given_up", "if led.leaving and", "if False and"),),
     "who leaves is left out before it has saved": ((_PLANNED, "_after_waiting", "if led.leaving and missing", "if False and missing"),),
