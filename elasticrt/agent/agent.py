@@ -502,8 +502,8 @@ class Agent(Side):
             self.drain(reason)
 
     def drain(self, reason: str) -> None:
-        """See `Side`. Workers that cannot hand over are ended at once."""
-        if not self.node.progress.can_hand_over():
+        """See `Side`. Workers that cannot hand over are ended at once, but where this node has copies of the state."""
+        if not (self.node.progress.can_hand_over() or self.node.seating.memory.newest):
             self.member.me = replace(self.member.me, leaving=reason)
             return
         self.console.say(f"{reason}: handing over; a second signal ends this node at once")

@@ -34,9 +34,9 @@ STANDS_S_MAX = 2.0
 """The same, from when the steps have stood still for longer than usual: then only the open step is given up."""
 
 DRAIN_SHARE = 0.4
-"""The same where others train on, as a share of the time after which a node leaves without a handover: whoever keeps
-them waiting may only be busy. The rest is for those that do not come out of the step, which are ended, and for saving.
-"""
+"""The same where others train on or the leader sees no standstill, as a share of the time after which a node leaves
+without a handover: whoever keeps them waiting may only be busy. The rest is for those that do not come out of the step,
+which are ended, and for saving."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,24 @@ class LeaderContext:
         return [seat for seat, key in keys if key is not None and key.record.draining]
 
     @cached_property
+    def patience_s(self) -> float:
+        """For how long nodes that leave wait for others before they give up what they wait for."""
+        return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.leaving)
+
+    @cached_property
     def others_go_on(self) -> bool:
         """Whether those that do not drain are enough, and have the state if anybody has."""
         stay = startable(self.view)
         return len(stay) >= self.spec.min_nodes and (not self.in_place or go_on(self.view, stay))
+
+    @cached_property
+    def sole_holder(self) -> Stored[Member] | None:
+        """A node that drains and holds the newest copy of the state, if no worker and no other node has it."""
+        if self.in_place or not self.leaving:
+            return None
+        leaving = [self.view.members[seat.node] for seat in self.leaving]
+        _, holder = _newest_copy(self.view, [*startable(self.view), *leaving], self.me)
+        return holder if holder is not None and holder.record.draining else None
 
     @cached_property
     def unheard(self) -> int:
@@ -246,7 +260,8 @@ def re_form(
     """The next generation of a run that goes on, if there are enough for it; else what to do meanwhile.
 
     Where too few are left, those that have the state save it at once, and wait with it: whatever becomes of them then,
-    no step is lost. Survivors that drain take part, and leave when it is saved. So they do where nobody else has it.
+    no step is lost. Survivors that drain take part, and leave when it is saved. So they do where nobody else has it,
+    and so does a node that drains and holds the newest copy after a failure: its workers start anew from it.
 
     Args:
         led: what the leader's work stands on.
@@ -261,6 +276,10 @@ def re_form(
     left = startable(led.view, draining=not saved)
     if not (led.others_go_on or isinstance(short, Finish)) and go_on(led.view, left):
         return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
+    if kind in ("failure", "lost") and led.sole_holder is not None:
+        members = [*startable(led.view), led.sole_holder]
+        if len(members) >= led.spec.min_nodes:
+            return publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me, members=members)
     return short or publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
 
 
@@ -272,13 +291,13 @@ def left_until(led: LeaderContext) -> float:
     if led.in_place and not (led.leaving or asked.record.save):
         return math.inf  # Whoever is waited for is busy, or it hangs, which its agent ends.
     told_at = asked.since + LEAVE_S_MAX
-    if not (led.leaving and led.in_place and led.standing_since is not None and led.generation.world_size > 1):
+    stands = led.standing_since
+    if not (led.leaving and led.in_place and led.generation.world_size > 1) or (led.others_go_on and stands is None):
         return told_at
-    # The open step will not end: those that come out of it save the newest one that has.
-    if led.others_go_on:
-        patience_s = min(led.view.members[seat.node].record.drain_s for seat in led.leaving)
-        return min(told_at, max(asked.since, led.standing_since) + DRAIN_SHARE * patience_s)
-    return min(told_at, led.standing_since + STANDS_S_MAX)
+    # If the open step does not end, those that come out of it save the newest one that has.
+    if led.others_go_on or stands is None:  # A leader whose worker is in a pause sees no standstill.
+        return min(told_at, max(asked.since, stands or asked.since) + led.patience_s)
+    return min(told_at, stands + STANDS_S_MAX)
 
 
 def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:

@@ -167,16 +167,29 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
     if led.leaving:
-        enough = len(candidates(led.view)) >= led.spec.min_nodes
-        if led.me.starting and led.standing_since is None and not enough:
+        save = len(candidates(led.view)) < led.spec.min_nodes or len(led.leaving) == len(led.seats)
+        # Who holds the copy that the others resume from leaves when they have done so.
+        stays = save or (led.generation.memory is not None and led.seats[0] in led.leaving)
+        if stays and _is_starting(led):
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
-        return Reconfiguration("drain", f"{list_names(seat.node for seat in led.leaving)} drained", save=not enough)
+        return Reconfiguration("drain", f"{list_names(seat.node for seat in led.leaving)} drained", save=save)
     if len(led.seats) < led.spec.min_nodes and led.in_place and not led.me.starting:
         cause = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
         return Reconfiguration("resize", cause, save=len(candidates(led.view)) < led.spec.min_nodes)
     if len(led.seats) > led.spec.max_nodes:
         return Reconfiguration("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")
     return _newcomers(led)
+
+
+def _is_starting(led: LeaderContext) -> bool:
+    """Whether the workers have still to come to their first step, as far as the leader knows.
+
+    One without a seat knows of workers that can go on in place whether they have the state. Of others it only knows how
+    long they have been starting.
+    """
+    if led.me.running == led.generation.number:
+        return led.me.starting and led.standing_since is None
+    return not led.in_place and led.now < led.since + led.patience_s
 
 
 def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:

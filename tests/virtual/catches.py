@@ -142,16 +142,23 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L2",
         "too few are left, and are told to leave while they wait",
     ),
-    "those that have the state leave, and the others start anew": (
-        "S10",
-        "the only one that has the state drains, and another has set up",
-    ),
+    "those that have the state leave, and the others start anew": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
-    "who leaves leaves its state to the one that hangs": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
-    "who leaves is left out before it has saved": (
-        "L8",
-        "the only one that has the state drains, and another has set up",
+    "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
+    "the only copies leave with their node": (
+        "S10",
+        "the only worker is killed, and its node leaves -0.01 s later, without a standby node",
     ),
+    "a node that has copies and no workers leaves at once": (
+        "S10",
+        "the only worker is killed, and its node leaves 0.01 s later, without a standby node",
+    ),
+    "the copy that all resume from leaves before they have": (
+        "S10",
+        "the only one that has an undamaged copy is told to leave while all resume from it",
+    ),
+    "who leaves leaves its state to the one that hangs": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
+    "who leaves is left out before it has saved": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "nobody remembers how far a handover was": (
         "L1",
         "a newcomer fails twice in the same way before its first step, while the others get further",
@@ -347,8 +354,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "_given_up without: led.leaving and go_on(led.view, members)": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "_after_waiting without: led.leaving and missing and (led.now < until)": (
-        "L8",
-        "the only one that has the state drains, and another has set up",
+        "S10",
+        "of 2 nodes n0 leaves while n1 hangs",
     ),
     "_after_waiting without: short is not None": (
         "L6",
@@ -366,7 +373,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a newcomer comes while a worker has ended well",
     ),
     "_wish without: led.leaving": ("S10", "all are told to leave, the last of them when the step is agreed"),
-    "_wish without: led.me.starting and led.standing_since is None and (not enough)": (
+    "_wish without: stays and _is_starting(led)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
     ),
@@ -375,6 +382,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a run is resized to more nodes than it has, and to fewer again",
     ),
     "_wish without: len(led.seats) > led.spec.max_nodes": ("L4", "a run is resized"),
+    "_is_starting without: led.me.running == led.generation.number": (
+        "L2",
+        "the only node is told to leave soon after the start, and does so at once",
+    ),
     "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),
     "_newcomers without: led.me.starting": ("S10", "a newcomer comes while a generation starts"),
     "_newcomers without: spec.join == 'failure'": ("L6", "nobody is let in without a failure"),

@@ -293,6 +293,16 @@ IN_PLACE: list[Plan] = [
     ),
     *(
         _living(
+            f"all are told to leave while {stuck} hangs in a pause",
+            3,
+            Fault(6.0, "worker_stuck", stuck, other="pause"),
+            *(Fault(10.0, "leave", name) for name in ("n0", "n1", "n2")),
+            stays=False,
+        )
+        for stuck in ("n0", "n1")
+    ),
+    *(
+        _living(
             f"of {nodes} nodes {leaves} leaves while {stuck} hangs",
             nodes,
             Fault(6.0, "worker_stuck", stuck),
@@ -300,6 +310,20 @@ IN_PLACE: list[Plan] = [
             stays=False,
         )
         for nodes, leaves, stuck in ((2, "n0", "n1"), (2, "n1", "n0"), (3, "n2", "n1"), (3, "n0", "n1"))
+    ),
+    *(
+        _living(
+            f"the only worker is killed, and its node leaves {when:g} s later, {'with' if nodes > 1 else 'without'} a "
+            "standby node",
+            nodes,
+            Fault(9.0, "worker_killed", "n0"),
+            Fault(9.0 + when, "leave", "n0"),
+            spec=spec_for(1),
+            copy_every_s=0.1,
+            stays=False,
+        )
+        for nodes in (1, 2)
+        for when in (-0.01, 0.0, 0.01, 0.3)
     ),
     _living(
         "a newcomer waits for a worker that is busy for long",

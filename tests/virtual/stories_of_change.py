@@ -192,6 +192,15 @@ CHANGES: list[Plan] = [
         leaves_within_s=4.0,
     ),
     story(
+        "the only node is told to leave soon after the start, and does so at once",
+        1,
+        Fault(3.0, "leave", "n0"),
+        loops=True,
+        lossless=True,
+        commit_every=50,
+        leaves_within_s=2.5,
+    ),
+    story(
         "the others have left before the last save is answered",
         2,
         Fault(5.0, "leave", "n0"),

@@ -66,6 +66,18 @@ COPIES: list[Plan] = [
         succeeds=True,
     ),
     story(
+        "the only one that has an undamaged copy is told to leave while all resume from it",
+        2,
+        Fault(9.3, "spoil", "n1"),
+        Fault(9.31, "worker_failure", "n0"),
+        Fault(0.05, "leave", "n0", on="= generation 2"),
+        loops=True,
+        copy_every_s=0.1,
+        commit_every=SELDOM,
+        lossless=True,
+        safety_s=20.0,
+    ),
+    story(
         "all copies are damaged",
         2,
         Fault(9.0, "spoil", "n0"),

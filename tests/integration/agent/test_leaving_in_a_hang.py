@@ -1,7 +1,8 @@
-"""Nodes are told to leave while a worker hangs: the steps that have ended are saved before they go. Real processes."""
+"""Nodes are told to leave while a worker hangs, or has died: what has ended is saved before they go. Real processes."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def _hanging(directory: Path, nodes: str, rank: int, *, pauses: bool = False) ->
 
 @pytest.mark.parametrize(
     ("rank", "pauses"),
-    [(1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, False), (0, False)))],
+    [(1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False), (0, False)))],
 )
 def test_nodes_that_are_told_one_after_the_other_save_together(tmp_path: Path, rank: int, pauses: bool) -> None:
     """L5, K04: the first one waits for the others, although they could go on without it when it is told."""
@@ -78,3 +79,20 @@ def test_a_node_leaves_what_it_has_to_one_that_hangs(tmp_path: Path, rank: int) 
     assert f"drained: the others go on after step {HANGS_AFTER}\n" in leaves.text(), leaves.text()
     goes_on = rf"(resumed after step {HANGS_AFTER}|after step {HANGS_AFTER}, no step lost)"
     assert re.search(goes_on, stays.text()), stays.text()
+
+
+def _events(directory: Path) -> str:
+    return "".join(each.read_text() for each in directory.rglob("events-*.jsonl"))
+
+
+def test_a_node_whose_only_worker_has_just_died_saves_the_newest_copy(tmp_path: Path) -> None:
+    """L5: it starts a worker anew from the copy in its memory, and leaves when that has saved. No checkpoint exists."""
+    script = SCRIPT.replace("RANK", "1").replace("PAUSES", "False").replace(f"({STEPS})", "(4000)")
+    with terminals(tmp_path, script, "a", "--nnodes", "1", *TOGETHER) as [node]:
+        wait_until(lambda: '"copied"' in _events(tmp_path), "a copy", 60)
+        [worker] = re.findall(r'"workers_started".*"pids": ?\[(\d+)\]', _events(tmp_path))
+        os.kill(int(worker), signal.SIGKILL)
+        node.process.send_signal(signal.SIGTERM)
+        assert node.ended() == 143, node.text()
+    assert re.search(r"step [1-9]\d* is saved; to go on", node.text()), node.text()
+    assert list((tmp_path / "ckpt").glob("step-*")), node.text()
