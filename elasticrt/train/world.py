@@ -34,7 +34,8 @@ class Change:
     Attributes:
         generation: the number of the new one, 0 without an agent.
         world_size: processes in it.
-        world_size_before: processes in the world that this process was in before, 0 for none.
+        world_size_before: processes in the world that this process was in before, after a start in the one that saved
+            the state; 0 for none.
         cause: why, in words such as `node-2 lost`; "" without an agent.
         pause_s: seconds since this process's last step, after a restart since that of its node's workers; None where
             there was none.
@@ -88,7 +89,7 @@ class World:
         self.resumed_size = self.size
         if found is not None:
             self._state.restore(found.data)
-            self.resumed_size = found.world_size
+            self.resumed_size = self._size_before = found.world_size
         self._has_state(self._saving.checkpointer.start)
         if worker is None or self._page.step_at_ns:  # A second Loop of the script has its beginning, and no cost.
             self._announce_change()

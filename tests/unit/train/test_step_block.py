@@ -160,4 +160,5 @@ def test_on_change_is_told_what_a_restart_has_cost(tmp_path: Path, monkeypatch: 
         train("second", 1)
     assert [each.steps_lost for each in told] == [0, 5, 0]
     assert [each.pause_s is None for each in told] == [True, False, True]
+    assert [each.world_size_before for each in told] == [0, 1, 0]  # The saved state is of one process.
     assert 2.0 <= (told[1].pause_s or 0.0) < 60.0
