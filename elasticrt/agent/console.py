@@ -28,7 +28,7 @@ from elasticrt.settings import Settings
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Story, cause_of
-from elasticrt.story.report import summary
+from elasticrt.story.report import summary, to_go_on
 from elasticrt.text import log_line, plain, shell
 
 WAIT_SAID_EVERY_S = 10.0
@@ -326,6 +326,8 @@ class Console:
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
+        if result.status == "failed" and leads:
+            self.say(to_go_on(self.story), "summary")
 
     def _summarize(self) -> None:
         """Say how the run went, as far as this node knows, and where more is told."""

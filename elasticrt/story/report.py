@@ -73,10 +73,15 @@ def state(story: Story, now: float | None = None) -> str:
     left = {life.code for life in newest.values() if life.gone_at is None and not (unsaved and life is first)}
     if left == {EXIT_TERMINATED} or (unsaved and not left):
         failed = "the last checkpoint could not be saved; " if unsaved else ""
-        saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
-        return f"stopped; {failed}{saved}to go on: the same command, with --run-id {story.run_id}"
+        return f"stopped; {failed}{to_go_on(story)}"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
+
+
+def to_go_on(story: Story) -> str:
+    """How a run that has ended before its script did goes on."""
+    saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
+    return f"{saved}to go on: the same command, with --run-id {story.run_id}"
 
 
 def _state_now(story: Story, now: float) -> str:
