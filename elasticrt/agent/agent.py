@@ -24,7 +24,7 @@ from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
-from elasticrt.agent.membership import Membership
+from elasticrt.agent.membership import CLOSE_S, Membership
 from elasticrt.agent.network_interfaces import check_loopback
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
@@ -468,6 +468,7 @@ class Agent(Side):
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
+                self.membership.proxy.close(CLOSE_S)  # A commit under way is to be known below.
                 late_after = reached if self.late else 0
                 asks = told and (saves or late_after or self.console.narrates)
                 head, known = self._newest() if asks else (None, False)

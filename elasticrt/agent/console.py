@@ -19,7 +19,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.proc import boot_id
 from elasticrt.ipc.std_streams import Unwritable, write
-from elasticrt.ipc.wording import ANEW, counted, which_steps_are_saved
+from elasticrt.ipc.wording import counted, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Result
@@ -253,8 +253,7 @@ class Console:
             key, how = before.members.get(seat.node), how_gone(before, seat)
             lives = key is not None and key.record.incarnation == seat.incarnation
             if seat.incarnation not in stay and not lives and how != "left":
-                anew = decision.draft.cause == ANEW
-                self.events.write(events.MemberLost(lost=seat.node, how=ANEW if anew else f"{seat.node} {how}"))
+                self.events.write(events.MemberLost(lost=seat.node, how=f"{seat.node} {how}"))
 
     def generation(self, view: View, me: Me, tell: Callable[[Generation, tuple[str, ...]], None]) -> None:
         """Say and `tell` once that the generation of `view` runs without this node, `me`. Others are in the story."""
@@ -271,7 +270,8 @@ class Console:
         tell(new, tuple(seat.node for seat in view.order()))
         self._say_changes(-math.inf)  # What the generation before leaves to be said comes first.
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
-        until = _STANDS_BY_UNTIL[me.spec.join]
+        room = new.nodes < me.spec.max_nodes and not (new.waits or me.record.draining)
+        until = _STANDS_BY_UNTIL[me.spec.join] if room else ""
         cause = cause_of(self.story, new.number, new.cause)
         self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 

@@ -65,7 +65,7 @@ class StoreProxy:
     def close(self, timeout_s: float) -> None:
         """End after the request under way, for which it waits at most `timeout_s` seconds.
 
-        Requests that are still queued are dropped: their workers have ended.
+        Requests that are still queued are dropped: their workers have ended. To close it again does nothing more.
         """
         self._closing = True
         self._waiting.put(None)

@@ -265,7 +265,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     assert view.spec is not None
     assert view.complete, "a leader has read all members before it decides"
     if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
-        return _start(view, view.spec.record.spec, "start", now)
+        return _start(view, view.spec.record.spec, now)
 
     led = LeaderContext(me, view, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
@@ -325,27 +325,30 @@ def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
     return seats_for(entry for entry in new if entry.record.incarnation not in view.verdicts)
 
 
-def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float) -> Decision:
-    """No member of the last generation is left, or there was none: wait for quiet, then begin."""
+def _start(
+    view: View, spec: RunSpec, now: float, kind: Literal["start", "lost"] = "start", cause: str = ""
+) -> Decision:
+    """No member of the last generation is left, for this `cause`, or there was none: wait for quiet, then begin."""
     short = too_few(view, spec, now)
     if short is not None:
         return short
     settled = settled_at(view, spec)
     if now < settled:
         return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
-    cause = "start" if view.number == 0 else ANEW
+    cause = cause or ("start" if view.number == 0 else ANEW)
     return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
 
 
 def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
     """Nodes are lost: the others re-form. That costs no restart."""
-    if len(lost) == len(led.seats):
-        return _start(led.view, led.spec, "lost", led.now)
-    if (wait := saving(led, lost)) is not None:
-        return wait
     gone = {seat.node: how_gone(led.view, seat) for seat in lost}
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
-    return re_form(led, "lost", ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items()))
+    cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
+    if len(lost) == len(led.seats):
+        return _start(led.view, led.spec, led.now, "lost", cause)
+    if (wait := saving(led, lost)) is not None:
+        return wait
+    return re_form(led, "lost", cause)
 
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:

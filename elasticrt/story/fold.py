@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
-from elasticrt.ipc.wording import ANEW, was_slow
+from elasticrt.ipc.wording import was_slow
 from elasticrt.story.buckets import (
     AGREE,
     STANDS_KEPT,
@@ -431,7 +431,7 @@ class Story:
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
                 self.slows.append((at, event))
             case events.MemberLost():
-                self._member_lost(event, at)
+                self._member_lost(event, life, at)
             case events.EtcdAway() if life is not None:
                 self._etcd_away(life, event, at)
             case events.Failure():
@@ -474,15 +474,15 @@ class Story:
         if before is not None:
             stand, before.end = self._hang, at
             self._courses[before.number].over(at)
-            if event.cause == ANEW:
-                cause, kind = self._why_anew(before, kind)
-            if self._fresh_at >= before.begin and kind == "start":
+            if kind == "start" and self._fresh_at >= before.begin:
                 cause = "etcd had died, and a fresh one was started"
+            elif kind == "start":
+                cause, kind = self._why_anew(before, event, at)
             if stand is not None:
                 cause = self._hung(stand, cause, at)
             step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
-            if event.kind in ("failure", "lost", "drain") and event.cause != ANEW and follows is not None:
+            if event.kind in ("failure", "lost", "drain") and follows is not None:
                 newcomers = [name for name in event.nodes if name not in follows and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
             if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
@@ -649,16 +649,19 @@ class Story:
         self._add_hang(at, stand.told(until), culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
-    def _member_lost(self, event: events.MemberLost, at: float) -> None:
+    def _member_lost(self, event: events.MemberLost, teller: Life | None, at: float) -> None:
+        """A node was taken out. If the one that tells it came after that, nobody knows for how long it was gone."""
         life = self._seated(event.lost)
-        in_order = life is not None and (life.code is not None or (life.leaves and SILENT not in event.how))
-        if in_order or (life is None and event.how == ANEW):
-            return  # Or it is not known whether it has left in order.
-        how = f"{event.lost} lost (killed)" if event.how == ANEW else event.how
-        loss = Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0)
+        if life is not None and (life.code is not None or (life.leaves and SILENT not in event.how)):
+            return
+        there = life is None or teller is None or teller.begin <= life.last
+        loss = Trouble(at, event.lost, event.how, self.chapter.number if self.chapter is not None else 0)
+        self._lost(loss, life, at if there else life.last)
+
+    def _lost(self, loss: Trouble, life: Life | None, gone_at: float) -> None:
         self.troubles.append(loss)
         if life is not None:
-            life.gone_at, life.loss = life.last if event.how == ANEW else max(at, life.last), loss
+            life.gone_at, life.loss = max(gone_at, life.last), loss
 
     def _leaves(self, life: Life, event: events.Leaves | events.AgentStopped) -> None:
         """An agent leaves, or has ended. If it has left before its node was taken out, nothing has failed: clocks of
@@ -675,13 +678,14 @@ class Story:
         begin = self.chapter.begin if self.chapter is not None else -math.inf
         return next((life for life in reversed(self.lives) if life.node == node and life.begin <= begin), None)
 
-    def _why_anew(self, before: Chapter, kind: str) -> tuple[str, str]:
-        """Cause and kind of a generation that has no node of the one before: the leader does not know why."""
-        lives = [(node, self._seated(node)) for node in before.nodes]
-        killed = [node for node, life in lives if life is not None and life.code is None and not life.leaves]
-        if killed:
-            return f"{', '.join(killed)} lost (killed)", "lost"
-        return ANEW, "start" if all(life is not None for _, life in lives) else kind
+    def _why_anew(self, before: Chapter, event: events.Generation, at: float) -> tuple[str, str]:
+        """Cause and kind of a generation that starts anew. Its leader does not know who was killed with their etcd."""
+        lives = [life for node in before.nodes if (life := self._seated(node)) is not None]
+        killed = [life for life in lives if life.code is None and not (life.leaves or life.loss)]
+        for life in killed:
+            self._lost(Trouble(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
+        names = ", ".join(life.node for life in killed)
+        return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
 
     def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
         """For how much of `agree_s`, the seconds until `chapter` was agreed, there were too few nodes for it."""

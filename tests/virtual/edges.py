@@ -187,6 +187,7 @@ class VirtualStoreProxy:
         self._errands = requests
         self._sim = process.sim
         self._process = process
+        self._asks = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
         process.tasks.append(process.sim.engine.start(process, self._work, "store proxy"))
 
@@ -197,9 +198,14 @@ class VirtualStoreProxy:
     def close(self, timeout_s: float) -> None:
         """See `Courier`."""
         self._waiting.put(None)
+        until = self._sim.engine.now + timeout_s
+        while self._asks and self._sim.engine.now < until:
+            self._sim.engine.sleep(0.005)
 
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:
+            self._asks = True
             reply = self._errands.carry_out(errand)
+            self._asks = False
             self._sim.invariants.work.answered(self._process, errand, reply)
             errand.answer(reply)

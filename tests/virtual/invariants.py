@@ -151,7 +151,7 @@ class Invariants:
         require(len(chunks) == new.chunks, "S1", f"generation {new.number} has {len(chunks)} of {new.chunks} chunks")
         seats = sorted((seat for part in (new, *chunks) for seat in part.seats), key=lambda seat: seat.index)
         self._s3_seats(new, seats)
-        self._s13_budget(new)
+        self._s13_budget(new, {seat.incarnation for seat in seats})
         head = self.heads[-1] if self.heads else None
         require(
             new.resume == head,
@@ -185,7 +185,7 @@ class Invariants:
         require(offset == new.world_size, "S3", f"{offset} ranks in a world of {new.world_size}")
         require(len({seat.node for seat in seats}) == len(seats), "S3", "a node has two seats")
 
-    def _s13_budget(self, new: Generation) -> None:
+    def _s13_budget(self, new: Generation, lives: set[str]) -> None:
         old = self.generations[-1] if self.generations else None
         if old is None or old.attempt != new.attempt:
             require((new.restarts.spent, new.restarts.total) == (0, 0), "S13", "a new attempt begins with restarts")
@@ -212,7 +212,8 @@ class Invariants:
             require(new.restarts.total == old.restarts.total + 1, "S13", "a failure that does not count once")
         elif new.kind in ("join", "lost", "drain", "resize"):
             kept = new.restarts.total == old.restarts.total and new.restarts.spent == old.restarts.spent
-            require(kept or new.cause.startswith("start again"), "S13", f"a {new.kind} changed the count of restarts")
+            stay = lives.intersection(seat.incarnation for seat in self.seats[old.nonce].values())
+            require(kept or not stay, "S13", f"a {new.kind} changed the count of restarts")
         spec = self.sim.spec
         spent = new.restarts.spent if spec.restarts_reset else new.restarts.total
         require(spent <= spec.max_restarts, "S13", f"{spent} restarts of {spec.max_restarts}")

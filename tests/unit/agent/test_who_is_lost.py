@@ -10,7 +10,6 @@ import pytest
 from elasticrt import events
 from elasticrt.agent.console import Console
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.wording import ANEW
 
 
 def entry(incarnation: str, **fields: str | None) -> SimpleNamespace:
@@ -35,7 +34,6 @@ BEFORE = SimpleNamespace(
             "b left, c lost (its agent has ended), d lost, e lost (no answer; power or network)",
             {"c": "c lost (its agent has ended)", "d": "d lost", "e": "e lost (no answer; power or network)"},
         ),
-        ("lost", ANEW, {"c": ANEW, "d": ANEW, "e": ANEW}),
         ("drain", "b drained", {}),
     ],
 )

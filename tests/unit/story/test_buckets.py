@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
-from elasticrt.ipc.wording import ANEW
 from elasticrt.story.buckets import SPANS_MAX, Span, together, totals
 from elasticrt.story.fold import Series
 from elasticrt.story.report import worth
@@ -243,7 +242,7 @@ def test_a_node_that_is_killed_in_a_change_was_setting_up():
 
 def test_where_no_node_was_left_to_notice_a_life_ends_with_its_last_event():
     """All were killed, and others begin anew an hour later: that hour is nobody's time."""
-    others = [(3600.0, "c", started()), (3601.0, "c", events.MemberLost("b", ANEW)), (3601.0, "c", begun(2, "c"))]
+    others = [(3600.0, "c", started()), (3601.0, "c", events.MemberLost("b", "b lost")), (3601.0, "c", begun(2, "c"))]
     told = story([*KILLED[:-4], *others])
     assert [told.spans_of(life)[-1].end for life in told.lives[:2]] == [12.0, 6.0]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from elasticrt import events
-from elasticrt.ipc.wording import ANEW
 from elasticrt.story import sentences
 from elasticrt.story.report import changes
 from tests.unit.story.told import THREE_STEPS, begun, started, story
@@ -23,9 +22,9 @@ KILLED = [
     *THREE_STEPS,
     (5.0, "a", events.Step(1, 49, 0, {})),
     (10.0, "c", started()),
-    (12.0, "c", events.MemberLost("a", ANEW)),
-    (12.0, "c", events.MemberLost("b", ANEW)),
-    (12.0, "c", begun(2, "c", "lost", ANEW, in_place=False)),
+    (12.0, "c", events.MemberLost("a", "a lost")),
+    (12.0, "c", events.MemberLost("b", "b lost")),
+    (12.0, "c", begun(2, "c", "lost", "a, b lost", in_place=False)),
     (13.0, "c", first(2, 20)),
 ]
 AGAIN = [
@@ -35,9 +34,7 @@ AGAIN = [
     (7.0, "b", events.AgentStopped(143)),
     (10.0, "a", started()),
     (10.0, "b", started()),
-    (12.0, "a", events.MemberLost("a", ANEW)),
-    (12.0, "a", events.MemberLost("b", ANEW)),
-    (12.0, "a", begun(2, "ab", "lost", ANEW, in_place=False)),
+    (12.0, "a", begun(2, "ab", "lost", "a, b left", in_place=False)),
     (13.0, "a", first(2, 20)),
 ]
 
@@ -129,14 +126,16 @@ def test_workers_that_go_on_in_place_begin_where_they_stood():
 
 @pytest.mark.parametrize("known", [events.AgentStopped(143), events.Leaves("drained")], ids=["ended", "still ends"])
 def test_who_has_left_in_order_has_not_failed(known):
-    """The leader of the next agents does not know why the others have gone: their own events say it."""
+    """The next agents take over what the others have left."""
     told = story([(at, node, known if isinstance(event, events.AgentStopped) else event) for at, node, event in AGAIN])
-    assert (told.chapter.kind, told.chapter.cause, told.troubles) == ("start", ANEW, [])
+    assert (told.chapter.kind, told.chapter.cause, told.troubles) == ("lost", "a, b left", [])
     assert "no step lost" in changes(told)
 
 
 def test_who_was_killed_is_named():
-    """Also where nobody was left to see it."""
-    told = story(KILLED)
-    assert (told.chapter.kind, told.chapter.cause) == ("lost", "a, b lost (killed)")
-    assert [(each.node, each.what) for each in told.troubles] == [("a", "a lost (killed)"), ("b", "b lost (killed)")]
+    """By the node that takes over, or where all have died with their etcd by their own events, which have no end."""
+    told, etcd_too = story(KILLED), story([*KILLED[:-4], (12.0, "c", begun(1, "c", "start", in_place=False))])
+    assert (told.chapter.kind, told.chapter.cause) == ("lost", "a, b lost; c joined")
+    assert [(each.node, each.what) for each in told.troubles] == [("a", "a lost"), ("b", "b lost")]
+    assert (etcd_too.chapter.kind, etcd_too.chapter.cause) == ("lost", "a, b lost (killed)")
+    assert [(each.node, each.what) for each in etcd_too.troubles] == [(each, f"{each} lost (killed)") for each in "ab"]

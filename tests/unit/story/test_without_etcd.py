@@ -81,7 +81,7 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
     console = Console(SimpleNamespace(node="b", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
     for event in (started(), begun(1, "ab", "start"), events.EtcdAway(3.0, fresh=True)):
         console.events.write(event)
-    new = SimpleNamespace(number=2, attempt=1, nodes=1, world_size=1, cause="start")
+    new = SimpleNamespace(number=2, attempt=1, nodes=1, world_size=1, cause="start", waits=False)
     a = SimpleNamespace(node="a", incarnation="a" * 16)
     view = SimpleNamespace(
         generation=SimpleNamespace(record=new), number=2, roster_known=True, seat_of=lambda *_: None, order=lambda: [a],
@@ -89,7 +89,7 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
         seats={"a": a},
     )  # fmt: skip
     me = SimpleNamespace(record=SimpleNamespace(node="b", incarnation="b" * 16), attempt=1)
-    me.spec = SimpleNamespace(join="budget")
+    me.spec = SimpleNamespace(join="budget", max_nodes=1)
 
     def stands_by(_, names):
         console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False)) | {"index": -1}))
