@@ -34,7 +34,7 @@ class AgentStarted:
         run_id: the run.
         etcd: the address of etcd.
         run_dir: the directory of this node's logs and events.
-        machine: the machine since it booted: times "at" of the same one can be compared. "" if it is not known.
+        machine: the machine since it booted, or the container: times "at" and pids of the same one can be compared.
         min_nodes: the run waits with fewer nodes.
         max_nodes: the most nodes that can train.
         workers: the number of this node's workers.

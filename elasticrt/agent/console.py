@@ -17,7 +17,7 @@ from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
-from elasticrt.ipc.proc import boot_id
+from elasticrt.ipc.proc import machine
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
@@ -28,7 +28,8 @@ from elasticrt.settings import Settings
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Story, cause_of
-from elasticrt.story.report import summary, to_go_on
+from elasticrt.story.report import summary
+from elasticrt.story.sentences import to_go_on
 from elasticrt.text import log_line, plain, shell
 
 WAIT_SAID_EVERY_S = 10.0
@@ -218,7 +219,7 @@ class Console:
             run_id=settings.run_id,
             etcd=etcd,
             run_dir=str(settings.run_dir),
-            machine=boot_id(),
+            machine=machine(),
             min_nodes=me.spec.min_nodes,
             max_nodes=me.spec.max_nodes,
             workers=settings.workers,

@@ -14,7 +14,7 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.proc import boot_id, stat
+from elasticrt.ipc.proc import machine
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
@@ -24,7 +24,7 @@ from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.fold import Story
-from elasticrt.story.report import state
+from elasticrt.story.sentences import state
 
 E = TypeVar("E", bound=EtcdOptions)
 
@@ -78,9 +78,8 @@ def _lives_here(directory: Path) -> bool:
 
 
 def _has_processes(story: Story) -> bool:
-    """Whether an agent that has noted no end is a process here: a killed one would else be taken for one that lives."""
-    machines, here = story.clocks.machines, boot_id()
-    return any(machines.get(node) == here and stat(story.pid(node)) is not None for node in story.alive())
+    """Whether an agent of the run is a process on this machine."""
+    return any(story.clocks.machines.get(node) == machine() for node in story.alive())
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:

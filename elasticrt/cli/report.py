@@ -18,7 +18,7 @@ from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import tell, write
 from elasticrt.option_values import host_and_port, whole
 from elasticrt.run_options import RunOptions
-from elasticrt.story import report, run_dir
+from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.fold import Story
 from elasticrt.story.page import page
 from elasticrt.story.sentences import trouble
@@ -149,10 +149,10 @@ def show_runs(arguments: argparse.Namespace) -> int:
         now = story.present(time.time())
         goodput = f"{story.goodput(now):.1%}"
         nodes = str(len({life.node for life in story.lives}))
-        state = report.state(story, now)
+        state = sentences.state(story, now)
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state
-        steps = "-" if report.is_uncounted(story) else f"{report.made(story):,}"
+        steps = "-" if report.is_uncounted(story) else f"{sentences.made(story):,}"
         rows.append((directory.name, begun, nodes, steps, goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if more := len(list(found)):

@@ -19,8 +19,8 @@ from elasticrt.run_options import EtcdOptions
 from elasticrt.store.protocol import StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.fold import Story, cause_of
-from elasticrt.story.report import as_object, head, state, sums
-from elasticrt.story.sentences import lasted
+from elasticrt.story.report import as_object, head, sums
+from elasticrt.story.sentences import lasted, state
 from elasticrt.text import plain
 
 WATCH_EVERY_S = 2.0
@@ -64,14 +64,15 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
         away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
         if story is None or (options.etcd and not away):  # Where an etcd was named, it should know of the run.
             raise
+        story = run_dir.read(directory)  # It may have ended meanwhile, and its etcd with it.
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
+        if story.result is not None or not story.alive():
+            return True
         if away and not arguments.watch:
             raise
-        if away:
-            write(sys.stdout, plain(f"etcd does not answer: {error}\n"))
-        elif story.result is None and story.alive():
-            write(sys.stdout, plain(f"told by its directory alone: {error}\n"))
-        return not story.alive() if away else story.present(time.time()) is None
+        told = "etcd does not answer" if away else "told by its directory alone"
+        write(sys.stdout, plain(f"{told}: {error}\n"))
+        return not away and story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
     return story is not None and (story.result is not None or (over and not here))

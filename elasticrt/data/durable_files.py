@@ -95,7 +95,7 @@ class Directory:
         """
         mine, there = os.fstat(self.fd), self.path.stat()  # FileNotFoundError is an OSError and says the same.
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
+            raise OSError(f"{self.path} is not the directory of the start any more (unmounted or replaced?)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, FILE_MODE, dir_fd=self.fd)
         try:

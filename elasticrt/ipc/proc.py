@@ -42,20 +42,15 @@ class Stat:
 
 
 def machine() -> str:
-    """An identity that processes share if they see each other in /proc; a random one if it is not known."""
+    """An identity that processes share if they see each other in /proc; a random one if it is not known.
+
+    Monotonic times of one can be compared as well, until it boots.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return secrets.token_hex(8)
-
-
-def boot_id() -> str:
-    """The id of this machine's boot, "" if not known: monotonic times of one boot can be compared."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def stat(pid: int | str) -> Stat | None:

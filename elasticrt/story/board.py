@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from elasticrt.ipc.wording import counted
-from elasticrt.story import report
+from elasticrt.story import report, sentences
 from elasticrt.story.buckets import BUCKETS, Span, totals
 from elasticrt.story.fold import Story
 from elasticrt.story.sentences import happened, seconds
@@ -39,7 +39,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
         "run": story.run_id,
-        "state": report.state(story, until),
+        "state": sentences.state(story, until),
         "tiles": {
             "step": f"{story.newest:,}",
             "steps/s": report.speed(story, until).removesuffix(" steps/s") or "-",

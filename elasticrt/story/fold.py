@@ -382,6 +382,10 @@ class Story:
         """The nodes whose agents run, as far as is known."""
         return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
 
+    def killed(self, node: str) -> None:
+        """The newest agent of `node` has ended with its last event, as is known from elsewhere."""
+        self._present[node].gone_at = self._present[node].last
+
     def pid(self, node: str) -> int:
         """The process id of a node's newest agent."""
         return self._present[node].pid
@@ -654,9 +658,9 @@ class Story:
         life = self._seated(event.lost)
         if life is not None and (life.code is not None or (life.leaves and SILENT not in event.how)):
             return
-        there = life is None or teller is None or teller.begin <= life.last
-        loss = Trouble(at, event.lost, event.how, self.chapter.number if self.chapter is not None else 0)
-        self._lost(loss, life, at if there else life.last)
+        late = life is not None and teller is not None and teller.begin > life.last
+        number = self.chapter.number if self.chapter is not None else 0
+        self._lost(Trouble(at, event.lost, event.how, number), life, at if not late else 0.0)
 
     def _lost(self, loss: Trouble, life: Life | None, gone_at: float) -> None:
         self.troubles.append(loss)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import etcd_away, happened, pace, seconds, slow, unsaved
+from elasticrt.story.sentences import happened, made, pace, seconds, slow, state, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -58,41 +57,6 @@ def body(story: Story, now: float | None = None) -> list[str]:
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def state(story: Story, now: float | None = None) -> str:
-    """How the run ended, or its state. `now`: as `Story.present` says."""
-    if story.result is not None:
-        return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
-    if now is not None:
-        return "; ".join(filter(None, (_state_now(story, now), etcd_away(story, now))))
-    if story.alive():
-        last = datetime.fromtimestamp(story.last, timezone.utc)
-        return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
-    newest = {life.node: life for life in story.lives}
-    first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
-    unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
-    left = {life.code for life in newest.values() if life.gone_at is None and not (unsaved and life is first)}
-    if left == {EXIT_TERMINATED} or (unsaved and not left):
-        failed = "the last checkpoint could not be saved; " if unsaved else ""
-        return f"stopped; {failed}{to_go_on(story)}"
-    codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
-    return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
-
-
-def to_go_on(story: Story) -> str:
-    """How a run that has ended before its script did goes on."""
-    saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
-    return f"{saved}to go on: the same command, with --run-id {story.run_id}"
-
-
-def _state_now(story: Story, now: float) -> str:
-    """What the nodes of a run that goes on do at `now`."""
-    if story.chapter is not None and story.waits_since is not None:
-        here, needed = len(story.chapter.nodes), story.min_nodes
-        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
-        return f"waiting for nodes {since}: {here} of at least {needed} here"
-    return story.standing(now) or "running"
-
-
 def outages(story: Story, now: float | None = None) -> str:
     """For how long etcd did not answer; "" where it always did."""
     times = story.times_without_etcd(now)
@@ -118,25 +82,15 @@ def speed(story: Story, now: float | None = None) -> str:
     """`12.3 steps/s`: lately, in a run that goes on at `now`, else from its first step to its last; "": not known."""
     if now is not None:
         return pace(story, now)
-    took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
+    first = story.last_step_at if story.first_step_at is None else story.first_step_at
+    # Without the time in which no agent ran.
+    took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
     return f"{(made(story) - 1) / took_s:.1f} steps/s" if took_s > 0 and made(story) > 1 else ""
 
 
 def is_uncounted(story: Story) -> bool:
     """Whether steps were made and not counted, because the script has no Loop."""
     return story.first_step_at is None and any(chapter.stepped_at is not None for chapter in story.chapters)
-
-
-def made(story: Story) -> int:
-    """The steps that the run has made, from its first resume point.
-
-    Steps have events at most four times a second; the last step is known by its commit. A run that was at its end
-    already commits what it has found, and makes no step.
-    """
-    if story.first_step_at is None:
-        return 0
-    stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
-    return max(story.step, story.checkpoint) - (stepped[0].resume_step if stepped else 0)
 
 
 def worth(story: Story, now: float | None = None) -> str:

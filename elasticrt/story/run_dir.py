@@ -10,6 +10,7 @@ from pathlib import Path
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, records
 from elasticrt.events import VERSION, AgentStopped, Result
+from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.fold import Story, story_of
 
 END_BYTES = 4096
@@ -62,6 +63,10 @@ def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
     try:
         story = story_of(*map(records, files(directory)))
+        if dead_here(story):  # What they have written before their end may be read by now.
+            story = story_of(*map(records, files(directory)))
+            for node in dead_here(story):
+                story.killed(node)
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
     if not story.lives:
@@ -69,6 +74,12 @@ def read(directory: Path) -> Story:
         remedy = "Wait for the first agent's, or name another run"
         raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
     return story
+
+
+def dead_here(story: Story) -> list[str]:
+    """The nodes of this machine whose agents are processes no more, and have noted no end: they were killed."""
+    here = [node for node in story.alive() if story.clocks.machines.get(node) == machine()]
+    return [node for node in here if stat(story.pid(node)) is None]
 
 
 def has_events(directory: Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from elasticrt import events
+from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, slow_node
 from elasticrt.story.fold import Chapter, Story, no_step
 
@@ -96,6 +98,53 @@ def trouble(story: Story, now: float) -> str:
     return found or (unsaved(story.unsaved) if story.unsaved is not None else "")
 
 
+def made(story: Story) -> int:
+    """The steps that the run has made, from its first resume point.
+
+    Steps have events at most four times a second; the last step is known by its commit. A run that was at its end
+    already commits what it has found, and makes no step.
+    """
+    if story.first_step_at is None:
+        return 0
+    stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
+    return max(story.step, story.checkpoint) - (stepped[0].resume_step if stepped else 0)
+
+
+def state(story: Story, now: float | None = None) -> str:
+    """How the run ended, or its state. `now`: as `Story.present` says."""
+    if story.result is not None:
+        return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
+    if now is not None:
+        return "; ".join(filter(None, (_state_now(story, now), etcd_away(story, now))))
+    if story.alive():
+        last = datetime.fromtimestamp(story.last, timezone.utc)
+        return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
+    newest = {life.node: life for life in story.lives}
+    first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
+    unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
+    left = {life.code for life in newest.values() if life.gone_at is None and not (unsaved and life is first)}
+    if left == {EXIT_TERMINATED} or (unsaved and not left):
+        failed = "the last checkpoint could not be saved; " if unsaved else ""
+        return f"stopped; {failed}{to_go_on(story)}"
+    codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
+    return f"ended without a result ({codes}); {to_go_on(story)}" if story.lives else "nobody has joined it"
+
+
+def to_go_on(story: Story) -> str:
+    """How a run that has ended before its script did goes on."""
+    saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
+    return f"{saved}to go on: the same command, with --run-id {story.run_id}"
+
+
+def _state_now(story: Story, now: float) -> str:
+    """What the nodes of a run that goes on do at `now`."""
+    if story.chapter is not None and story.waits_since is not None:
+        here, needed = len(story.chapter.nodes), story.min_nodes
+        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
+        return f"waiting for nodes {since}: {here} of at least {needed} here"
+    return story.standing(now) or "running"
+
+
 def ending(result: events.Result) -> str:
     """`the run failed (code 1): rank 0 on node-1: ValueError`."""
     text = f"the run {result.status}" + ("" if result.status == "succeeded" else f" (code {result.code})")
@@ -124,7 +173,7 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
             found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
-    found += [Happened(at, "bad", unsaved(event)) for at, event in story.missed]
+    found += _missed(story)
     for begin, end in story.times_without_etcd(story.last if now is None else now):
         found.append(Happened(begin, "bad", f"etcd did not answer for {seconds(end - begin)}"))
     for place, chapter in enumerate(story.chapters):
@@ -133,7 +182,24 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
             found.append(Happened(chapter.stepped_at, "good", cost(chapter)))
     if story.result is not None:
         found.append(Happened(story.ended_at, "good" if story.result.code == 0 else "bad", ending(story.result)))
+    elif story.lives and not story.alive():
+        found.append(Happened(story.last, "", state(story)))
     return sorted(found, key=lambda each: each.at)
+
+
+def _missed(story: Story) -> list[Happened]:
+    """The checkpoints that could not be saved: one sentence for those that follow each other, for the same reason."""
+    found: list[tuple[float, list[events.Unsaved]]] = []
+    for at, event in story.missed:
+        saved = found and any(found[-1][0] < saved_at < at for saved_at, _ in story.saves)
+        if found and not saved and found[-1][1][0].reason == event.reason:
+            found[-1][1].append(event)
+        else:
+            found.append((at, [event]))
+    return [
+        Happened(at, "bad", unsaved(first) + (f", nor any up to step {more[-1].step:,}" if more else ""))
+        for at, (first, *more) in found
+    ]
 
 
 def pace(story: Story, now: float) -> str:

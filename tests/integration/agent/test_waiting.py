@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticrt.story.buckets import TRAIN, WAITING, totals
-from elasticrt.story.report import state
 from elasticrt.story.run_dir import read
+from elasticrt.story.sentences import state
 from tests.cluster import TOGETHER, Cluster
 
 SCRIPT = """

@@ -14,12 +14,15 @@ from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import build_parser, main
 from elasticrt.cli.status import look
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.proc import boot_id, start_of
+from elasticrt.ipc.proc import machine as own_machine
+from elasticrt.ipc.proc import start_of
 from elasticrt.rendezvous.records import Generation, HandoverRecord, Keys, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served, find, locked, record_of, write_record
 from elasticrt.store.protocol import Address, Put, Txn
+from elasticrt.story import run_dir
+from elasticrt.story.sentences import state
 from tests.memory_store import MemoryServer, MemoryStore
 
 
@@ -35,11 +38,12 @@ NOBODY = 2**22 + 1
 
 
 def _run(
-    name: str, *more: events.Event, lives: bool, pid: int = NOBODY, etcd: str = "unix:/no/such:0", machine: str = ""
+    name: str, *more: events.Event, lives: bool, pid: int = 0, etcd: str = "unix:/no/such:0", machine: str = ""
 ) -> None:
-    """A run with a directory; one that lives has an etcd on this machine, whose keeper is this process."""
+    """A run with a directory; one that lives is this process, with an etcd whose keeper it is as well."""
     log = EventLog("node-0", Path("runs", name))
-    for event in (events.AgentStarted(pid, name, etcd, f"runs/{name}", machine or boot_id(), 1, 1), *more):
+    pid = pid or (os.getpid() if lives else NOBODY)
+    for event in (events.AgentStarted(pid, name, etcd, f"runs/{name}", machine or own_machine(), 1, 1), *more):
         log.write(event)
     log.close()
     if lives:
@@ -154,17 +158,29 @@ def test_status_while_etcd_is_away(capsys: pytest.CaptureFixture[str]) -> None:
         _run("calm-fox", *more, lives=True)
         looks.append(look("calm-fox", Path("runs/calm-fox"), arguments, EtcdOptions()))
     assert looks == [False, True]
-    assert capsys.readouterr().out.count("etcd does not answer: no answer from etcd") == 2
+    assert (
+        capsys.readouterr().out.count("etcd does not answer: no answer from etcd") == 1
+    )  # Of an ended run none is to.
 
 
 def test_a_run_whose_bundled_etcd_has_died_has_not_ended() -> None:
     """Its agents start a fresh one: `status --watch` goes on, until they have fallen silent."""
-    _run("calm-fox", lives=False)
+    _run("calm-fox", lives=False, pid=os.getpid())
     arguments = build_parser().parse_args(["status", "calm-fox", "--watch", "--log-dir", "runs"])
     directory = Path("runs/calm-fox")
     assert not look("calm-fox", directory, arguments, EtcdOptions())
     _run("calm-fox", events.AgentStopped(143), lives=False)
     assert look("calm-fox", directory, arguments, EtcdOptions())
+
+
+@pytest.mark.parametrize("elsewhere", ["", "another machine"])
+def test_an_agent_that_was_killed_here_has_ended(elsewhere: str) -> None:
+    """It is a process no more, and notes no end; of one elsewhere that is not known. How to go on is said."""
+    _run("calm-fox", events.Committed(7, 1), lives=False, machine=elsewhere)
+    story = run_dir.read(Path("runs/calm-fox"))
+    end = "ended without a result (killed); step 7 is saved; to go on: the same command, with --run-id calm-fox"
+    assert story.alive() == (("node-0",) if elsewhere else ())
+    assert (state(story) == end) is not bool(elsewhere)
 
 
 @pytest.mark.parametrize("command", [["stop"], ["drain", "node-0"], ["resize", "1:2"]], ids=lambda words: words[0])

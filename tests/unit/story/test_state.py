@@ -7,9 +7,9 @@ import pytest
 from elasticrt import events
 from elasticrt.story.board import board
 from elasticrt.story.fold import SILENT_S
-from elasticrt.story.report import as_object, report, state, sums
-from elasticrt.story.sentences import now_at
-from tests.unit.story.told import THREE_STEPS, Entry, begun, story
+from elasticrt.story.report import as_object, report, speed, sums
+from elasticrt.story.sentences import now_at, state
+from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
 
@@ -88,7 +88,7 @@ def test_the_speed_of_a_run_that_goes_on_is_that_of_the_last_while() -> None:
 def test_a_run_that_failed_was_not_stopped() -> None:
     """One of its agents has another code."""
     entries: list[Entry] = [*SAVED, (6.0, "a", events.AgentStopped(143)), (6.0, "b", events.AgentStopped(4))]
-    assert state(story(entries)) == "ended without a result (code 143, code 4)"
+    assert state(story(entries)).startswith("ended without a result (code 143, code 4); ")
 
 
 def test_a_run_whose_last_save_failed_was_stopped_without_it() -> None:
@@ -99,4 +99,13 @@ def test_a_run_whose_last_save_failed_was_stopped_without_it() -> None:
     )
     assert state(story([*SAVED, *ends])) == f"stopped; {words}"
     ends = [(6.0, "a", events.AgentStopped(143)), (6.0, "b", events.AgentStopped(5))]
-    assert state(story([*SAVED, *ends])) == "ended without a result (code 143, code 5)"
+    assert state(story([*SAVED, *ends])).startswith("ended without a result (code 143, code 5); step 3 is saved; ")
+
+
+def test_the_pace_of_a_run_that_goes_on_later_is_that_of_the_time_in_which_it_ran():
+    """Between two starts nobody trained, and nobody has lived."""
+    one = [(0.0, "a", started()), (1.0, "a", begun(1, "a", "start")), (2.0, "a", events.FirstStep(1, 1, 0, None, None))]
+    one += [(12.0, "a", events.Step(1, 101, 0, {})), (12.0, "a", events.AgentStopped(143))]
+    two = [(5000.0, "a", started()), (5001.0, "a", begun(1, "a", "start", in_place=False))]
+    two += [(5002.0, "a", events.FirstStep(1, 102, 101, None, None)), (5010.0, "a", events.Step(1, 201, 0, {}))]
+    assert speed(story([*one, *two])) == "10.0 steps/s"

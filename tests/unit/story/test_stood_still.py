@@ -13,8 +13,8 @@ from elasticrt.ipc.wording import ANEW
 from elasticrt.liveness.straggler import Straggler
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
-from elasticrt.story.report import as_object, report, state
-from elasticrt.story.sentences import doing, happened, now_at
+from elasticrt.story.report import as_object, report
+from elasticrt.story.sentences import doing, happened, now_at, state
 from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 

@@ -16,8 +16,8 @@ from elasticrt.spec import RunSpec
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import SILENT, Story
-from elasticrt.story.report import changes, longest, state
-from elasticrt.story.sentences import now_at
+from elasticrt.story.report import changes, longest
+from elasticrt.story.sentences import now_at, state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
 
 TWO_NEEDED: list[Entry] = [(at, node, replace(event, min_nodes=2)

@@ -11,8 +11,8 @@ from elasticrt.agent.console import Console
 from elasticrt.event_log import EventLog
 from elasticrt.story.board import board
 from elasticrt.story.fold import cause_of
-from elasticrt.story.report import as_object, report, state, summary
-from elasticrt.story.sentences import doing, now_at
+from elasticrt.story.report import as_object, report, summary
+from elasticrt.story.sentences import doing, now_at, state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 AWAY: list[Entry] = [
