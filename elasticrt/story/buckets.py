@@ -337,6 +337,9 @@ class LifeSpans:
             self._to(min(at, self._courses.get(self._newest, self._course).over_at), DETECT)
             self._to(at, STANDBY)
             self._mode = "idle"
+        elif self._mode in ("seated", "waiting"):
+            self._finish(at)
+            self._mode = "idle"
 
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
         end = at - sum(event.phases.values()) / 1000
@@ -351,14 +354,16 @@ class LifeSpans:
         self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
-        starts = "start" in event.phases
+        starts, loop = "start" in event.phases, "restore" in event.phases
         for name, took_ms in event.phases.items():
             end += took_ms / 1000
             bucket = _PHASES.get(name, SET_UP)
-            if bucket == TRAIN:
+            if bucket == TRAIN and loop:
                 self._train_to(end)
                 continue
-            if name == "script" and not starts:  # In place: a living worker got its new seat.
+            if bucket == TRAIN:  # A script without a Loop does not say when it is ready for its first step.
+                bucket, stands = SET_UP, self._course.stood_within(self._cursor, end)
+            elif name == "script" and not starts:  # In place: a living worker got its new seat.
                 bucket = REFORM
             elif short and bucket == AGREE:
                 bucket = WAITING
