@@ -110,7 +110,7 @@ class Progress:
         self.tell_anew()
         self._spent = {}
         if generation != self._generation + 1:
-            self._last, self._last_ns = 0, 0
+            self._last, self._last_ns, self._marks = 0, 0, {}
         self._generation = generation
         self.disturbed()
         if not waits:

@@ -59,6 +59,21 @@ def test_who_comes_back_has_no_pause() -> None:
     assert _pauses(5) == [None]
 
 
+def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
+    """The time for which it has stood by is none of them."""
+    kept, clock = Kept(), Second()
+    progress = Progress(lambda: [Words()], kept, clock)
+    progress.replaced(1)
+    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    clock.at = 2
+    progress.disturbed()
+    clock.at = 40
+    progress.replaced(3)
+    progress.stepped(3, Step(9, 0, 41 * SECOND, 8, True))
+    (_, set_up) = [each for each in kept.found if isinstance(each, events.SetUp)]
+    assert sum(set_up.phases.values()) == 1000.0
+
+
 def test_the_last_step_outlives_a_generation_without_one() -> None:
     """Workers that go on in place fail in their first step, and all restart from step 5: 15 steps are done again."""
     page, kept = Words(), Kept()

@@ -118,7 +118,7 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
         pytest.param(
             [
                 (5.0, "a", begun(2, "ab", "failure", in_place=False)),
-                (20.0, "a", events.Recovery(2, 16.0, {"detect": 500, "agree": 500, "start": 500, "first_step": 14_500})),
+                (20.0, "a", events.Recovery(2, 16.0, {"detect": 500, "agree": 500, "first_step": 15_000})),
                 (21.5, "a", events.AgentStopped(0)),
             ],
             {**START, "train": 0.5 + 1.5, "detect": 0.5, "agree": 0.5, "set-up": 1.0 + 15.0},
