@@ -338,15 +338,14 @@ class Story:
     def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
         """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
 
-        One that outlives its generation is one.
+        One that outlives its generation is one. Of several reasons it has the one that has held for longest.
         """
         last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
         before = -math.inf
         for stand, course in self._stood_still:
-            assert stand.culprit is not None
             before = before if abs(stand.since - before) < LATE_S else stand.since
             until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.culprit), self._seen(before, until))
+            found[before] = (Stand(before, stand.longest(until)), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:
@@ -597,7 +596,7 @@ class Story:
         # The nodes that wait have made that step before they did.
         ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
         if event.step > self.newest and not ahead:  # A file leaves out most events of steps.
-            self._stepped(event.generation, event.step, at)
+            self._stepped(event.generation, event.step, at - event.age_s)
         self.samples = event.samples or self.samples
         generation, pids = self.workers.get(node, (0, {}))
         for rank, own_s in zip(pids, event.own_s, strict=False):
