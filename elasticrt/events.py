@@ -245,7 +245,8 @@ class Step:
 class Progress:
     """The progress of this node's workers, and the time spent besides the steps.
 
-    It is written about every 5 s, when steps go on that stood still, and at the end.
+    It is written about every 5 s, when there has been no step for a second, when steps go on that stood still, and at
+    the end.
 
     The seconds count from this node's first step in this generation, for the worker that spent most.
 
@@ -259,6 +260,8 @@ class Progress:
         own_s: seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the
             order of the ranks in `workers_started`; 0 if DDP has measured nothing.
         beats: without a `Loop`, the steps of optimizers of the worker that has made fewest; else 0.
+        age_s: seconds since `step`.
+        pausing: whether one of them is in `loop.pause` now.
     """
 
     generation: int
@@ -269,6 +272,8 @@ class Progress:
     samples: int = 0
     own_s: tuple[float, ...] = ()
     beats: int = 0
+    age_s: float = 0.0
+    pausing: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # The interval of the events `progress`.
 TELL_EVERY_S = 5.0
+# The last step before a time without one has an event after this many seconds, so that its number and age are known.
+TELL_LAST_S = 1.0
 # A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
 # `elasticrt.init` is called; there is a process group; the state is restored; a step is done.
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
@@ -83,6 +85,7 @@ class Progress:
         self._work: dict[StatusPage, OwnWork] = {}
         self._newest: events.Progress | None = None  # The event that is to be written next.
         self._tell_at = 0.0
+        self._told = 0  # The last step when `look` has written it.
         self.pause_s = 1.0
 
     # Marks, in order. A mark that is set stays as it is, but for one.
@@ -110,7 +113,7 @@ class Progress:
         self.tell_anew()
         self._spent = {}
         if generation != self._generation + 1:
-            self._last, self._last_ns = 0, 0
+            self._last, self._last_ns, self._marks = 0, 0, {}
         self._generation = generation
         self.disturbed()
         if not waits:
@@ -158,9 +161,10 @@ class Progress:
         self._recovered(generation, pause_s, step.at_ns)
 
     def look(self, generation: int, now: float) -> None:
-        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock)."""
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_EVERY_S
+        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock), or steps stand still."""
+        step = self.step() or 0
+        if now >= self._tell_at or (step != self._told and self.age_s() >= TELL_LAST_S):
+            self._tell_at, self._told = now + TELL_EVERY_S, step
             self.tell_anew()
         # Without a Loop the first step, which ends the recovery, is known by the page alone: an optimizer's beat sends
         # no message.
@@ -220,15 +224,18 @@ class Progress:
         for page in known:
             besides_ns = sum(spent[page][1:])
             self._work[page] = self._work[page].looked(page.step, now_ns, besides_ns, page.waited_ns, page.waits)
+        last = min(known, key=lambda page: page.step if page.step_at_ns else 0)
         self._newest = events.Progress(
             generation=self._generation,
-            step=min(page.step if page.step_at_ns else 0 for page in known),
+            step=last.step if last.step_at_ns else 0,
             data_s=round(data_s, 6),
             save_s=round(save_s, 6),
             pause_s=round(pause_s, 6),
             samples=max(page.samples for page in known),
             own_s=tuple(round(self._work[page].own_s, 5) for page in known) if len(known) == len(own) else (),
             beats=0 if any(page.entered for page in known) else min(page.beats for page in known),
+            age_s=round(max(0, now_ns - last.step_at_ns) / 1e9, 3) if last.step_at_ns else 0.0,
+            pausing=any(page.pausing_ns for page in known),
         )
 
     # Questions.

@@ -92,6 +92,12 @@ class _Mark:
     at: float
     step: int
     seconds: tuple[tuple[str, float], ...]
+    pausing: bool
+
+    def later(self, at: float) -> _Mark:
+        """The mark `at` a later time of the same pause."""
+        seconds = tuple((name, spent_s + (at - self.at) * (name == PAUSE)) for name, spent_s in self.seconds)
+        return _Mark(at, self.step, seconds, pausing=True)
 
 
 @dataclass
@@ -101,11 +107,24 @@ class Standstill:
     Attributes:
         since, until: seconds; infinity: it goes on, or its generation has ended in it.
         culprit: the newest finding about whom the others wait for; None: there is none.
+        findings: those with another reason than the one before, and from when on each of them holds.
     """
 
     since: float
     until: float = math.inf
     culprit: events.Culprit | None = None
+    findings: list[tuple[float, events.Culprit]] = field(default_factory=list)
+
+    def blame(self, culprit: events.Culprit, at: float) -> None:
+        """It is found `at`."""
+        if not self.findings or self.findings[-1][1].reason != culprit.reason:
+            self.findings.append((at if self.findings else self.since, culprit))
+        self.culprit = culprit
+
+    def longest(self, until: float) -> events.Culprit:
+        """The finding that has held for longest `until` then."""
+        ends = [*(at for at, _ in self.findings[1:]), until]
+        return max(zip(ends, self.findings, strict=True), key=lambda each: each[0] - each[1][0])[1][1]
 
 
 @dataclass
@@ -176,13 +195,16 @@ class Course:
         """
         if step + (blamed is not None) < self.step:
             return
+        at = since + (blamed.age_s if blamed is not None else 0.0)
         step = max(step, self.step)
         if self.step and step == self.step:  # The workers were looked at a moment before `now`.
             since = min(since, self.step_at)
         if not self.stands or self.stands[-1].until < since:
             self.stands.append(Standstill(since))
         stand = self.stands[-1]
-        stand.since, stand.until, stand.culprit = min(since, stand.since), math.inf, blamed or stand.culprit
+        stand.since, stand.until = min(since, stand.since), math.inf
+        if blamed is not None:
+            stand.blame(blamed, at)
         if self.step:
             self.step, self.step_at = step, stand.since
 
@@ -290,9 +312,15 @@ class LifeSpans:
             known._cursor = max(self._cursor, first_since)
             known._to(now, DETECT)
         elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
-            known._train_to(stands_since)
-            known._to(now, DETECT)
+            known._train_to(max([stands_since, *(mark.at for mark in self._pauses)]))
+            if not self._pauses:
+                known._to(now, DETECT)
         return totals(known._spans)
+
+    @property
+    def _pauses(self) -> tuple[_Mark, ...]:
+        """The newest mark, if it is in a pause after which no step is known."""
+        return tuple(mark for mark in self._marks[-1:] if mark.pausing and self._course.step <= mark.step)
 
     # Events.
 
@@ -337,6 +365,9 @@ class LifeSpans:
             self._to(min(at, self._courses.get(self._newest, self._course).over_at), DETECT)
             self._to(at, STANDBY)
             self._mode = "idle"
+        elif self._mode in ("seated", "waiting"):
+            self._finish(at)
+            self._mode = "idle"
 
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
         end = at - sum(event.phases.values()) / 1000
@@ -351,14 +382,16 @@ class LifeSpans:
         self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
-        starts = "start" in event.phases
+        starts, loop = "start" in event.phases, "restore" in event.phases
         for name, took_ms in event.phases.items():
             end += took_ms / 1000
             bucket = _PHASES.get(name, SET_UP)
-            if bucket == TRAIN:
+            if bucket == TRAIN and loop:
                 self._train_to(end)
                 continue
-            if name == "script" and not starts:  # In place: a living worker got its new seat.
+            if bucket == TRAIN:  # A script without a Loop does not say when it is ready for its first step.
+                bucket, stands = SET_UP, self._course.stood_within(self._cursor, end)
+            elif name == "script" and not starts:  # In place: a living worker got its new seat.
                 bucket = REFORM
             elif short and bucket == AGREE:
                 bucket = WAITING
@@ -369,7 +402,7 @@ class LifeSpans:
 
     def _progressed(self, event: events.Progress, at: float) -> None:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
-        mark = _Mark(at, event.step or event.beats, spent)
+        mark = _Mark(at, event.step or event.beats, spent, event.pausing)
         before = self._marks
         if before and mark.step <= before[-1].step:
             before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
@@ -393,7 +426,9 @@ class LifeSpans:
                 self._set_up_to(end)
             case _:
                 known = [at for at in (self._failed_at, self._turn_at) if at is not None]
-                self._train_to(min([*known, end]))
+                last = min([*known, end])
+                self._marks += tuple(mark.later(last) for mark in self._pauses if mark.at < last)
+                self._train_to(last)
                 self._to(end if self._turn_at is None else min(self._turn_at, end), AGREE)
                 self._set_up_to(end)
 

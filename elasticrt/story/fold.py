@@ -146,7 +146,8 @@ class Chapter:
         reported: when each node reported its first step, by node.
         stepped_at: the earliest of these; None before.
         first_step: the number of that step; None before, and for a script without a Loop.
-        pause_s: the longest pause of a node; None if none had trained before.
+        pause_s: the longest pause of a node, or the time between the last step of those that handed the state over and
+            the first one of those that took it; None if there was neither.
         redone: steps that were finished before it, and are done again; None: it is not known which were.
         phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
             A wait for nodes, which events count as "agree", is one of its own, with the name of the bucket.
@@ -337,15 +338,14 @@ class Story:
     def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
         """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
 
-        One that outlives its generation is one.
+        One that outlives its generation is one. Of several reasons it has the one that has held for longest.
         """
         last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
         before = -math.inf
         for stand, course in self._stood_still:
-            assert stand.culprit is not None
             before = before if abs(stand.since - before) < LATE_S else stand.since
             until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.culprit), self._seen(before, until))
+            found[before] = (Stand(before, stand.longest(until)), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:
@@ -520,8 +520,8 @@ class Story:
             return  # A late report: its generation is over.
         chapter.stepped(node, at)
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
-        pauses = [pause_s for pause_s in (chapter.pause_s, event.pause_s) if pause_s is not None]
-        chapter.pause_s = max(pauses, default=None)
+        pauses = (chapter.pause_s, event.pause_s, self._handed_over_s(chapter, at))
+        chapter.pause_s = max((pause_s for pause_s in pauses if pause_s is not None), default=None)
         if event.redone is not None:
             chapter.redone = max(chapter.redone or 0, event.redone)
         self._count_redone(chapter)
@@ -530,6 +530,20 @@ class Story:
         if course.redone_until == math.inf or (not course.step and highest > event.resumed_from):
             course.redone_until, course.redone_to = math.inf, max(course.redone_to, highest)
         self._stepped(event.generation, event.step, at)
+
+    def _handed_over_s(self, chapter: Chapter, at: float) -> float | None:
+        """The pause until `at`, if no node of `chapter` knows it: none has made the last step before, but some have
+        taken the state over, perhaps from others that had. Else None."""
+        there = set(chapter.nodes)
+        for before in reversed(self.chapters[: self.chapters.index(chapter)]):
+            stayed = self._stayed(chapter, before)
+            there &= stayed
+            if chapter.follows is None or not stayed:
+                return None
+            chapter, course = before, self._courses[before.number]
+            if course.step:
+                return at - course.step_at if not there else None
+        return None
 
     def _count_redone(self, chapter: Chapter) -> None:
         """The steps that `chapter` does again: one node's own account may lack what others have finished."""
@@ -548,6 +562,8 @@ class Story:
             self._count_redone(later)
             if later.first_step is not None:
                 return
+            if later.in_place:  # Its workers have the state in which they were.
+                later.resume_step = max(later.resume_step, step)
 
     def _phases(self, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
         chapter = self._numbers.get(event.generation)
@@ -562,8 +578,8 @@ class Story:
             seconds[name] = took_ms / 1000 - waited_s
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds
-        elif chapter.pause_s is None and sum(seconds.values()) > sum(chapter.phases.values()):
-            chapter.phases = seconds
+        elif chapter.pause_s is None or self._handed_over_s(chapter, at) is not None:
+            chapter.phases = max(chapter.phases, seconds, key=lambda each: sum(each.values()))
 
     def _step(self, event: events.Step, at: float) -> None:
         self._stepped(event.generation, event.step, at)
@@ -584,7 +600,7 @@ class Story:
         # The nodes that wait have made that step before they did.
         ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
         if event.step > self.newest and not ahead:  # A file leaves out most events of steps.
-            self._stepped(event.generation, event.step, at)
+            self._stepped(event.generation, event.step, at - event.age_s)
         self.samples = event.samples or self.samples
         generation, pids = self.workers.get(node, (0, {}))
         for rank, own_s in zip(pids, event.own_s, strict=False):
@@ -704,12 +720,15 @@ class Story:
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
         if chapter is None or before is None:
             return False
-        stayed = [
+        return len(self._stayed(chapter, before)) < self.min_nodes
+
+    def _stayed(self, chapter: Chapter, before: Chapter) -> set[str]:
+        """The nodes that have a seat in `chapter`, and have had one in the one `before` it, with the same agent."""
+        return {
             node
             for node in chapter.nodes
             if node in before.nodes and (node not in self._present or self._present[node].begin <= before.begin)
-        ]
-        return len(stayed) < self.min_nodes
+        }
 
     # Sums.
 

@@ -59,6 +59,39 @@ def test_who_comes_back_has_no_pause() -> None:
     assert _pauses(5) == [None]
 
 
+def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
+    """The time for which it has stood by is none of them."""
+    kept, clock = Kept(), Second()
+    progress = Progress(lambda: [Words()], kept, clock)
+    progress.replaced(1)
+    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    clock.at = 2
+    progress.disturbed()
+    clock.at = 40
+    progress.replaced(3)
+    progress.stepped(3, Step(9, 0, 41 * SECOND, 8, True))
+    (_, set_up) = [each for each in kept.found if isinstance(each, events.SetUp)]
+    assert sum(set_up.phases.values()) == 1000.0
+
+
+def test_the_last_step_is_told_when_no_other_follows() -> None:
+    """Once, with its age and whether it is followed by a pause."""
+    page, kept, clock = Words(), Kept(), Second()
+    progress = Progress(lambda: [page], kept, clock)
+    progress.replaced(1)
+    page.entered = 1
+    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    clock.at = 10
+    progress.look(1, 10.0)
+    page.finished(7, 10 * SECOND)
+    page.pausing_ns = 11 * SECOND
+    for now in (10, 11, 12, 13):
+        clock.at = now
+        progress.look(1, float(now))
+    told = [(each.step, each.age_s, each.pausing) for each in kept.found if isinstance(each, events.Progress)]
+    assert told[1:] == [(7, 1.0, True)]
+
+
 def test_the_last_step_outlives_a_generation_without_one() -> None:
     """Workers that go on in place fail in their first step, and all restart from step 5: 15 steps are done again."""
     page, kept = Words(), Kept()

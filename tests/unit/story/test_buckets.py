@@ -101,6 +101,28 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
             {**START, "train": 4.5, "set-up": 2.0, "standby": 2.0, "re-form": 0.75, "restore": 0.75},
             id="a node that has lost its worker sets up, stands by and is let in",
         ),
+        pytest.param(
+            [
+                (6.0, "a", events.StandsBy(**{**vars(begun(2, "b", "failure")), "index": -1}, age_s=2.0)),
+                (7.0, "a", events.Ready(0)),
+                (10.0, "a", begun(3, "ab", "join")),
+                (10.5, "a", events.WorkerEnded(3, 0, 13, 1, "rank 0 on a: exit code 1")),
+                (11.0, "a", events.StandsBy(**{**vars(begun(4, "b", "failure")), "index": -1})),
+                (12.0, "a", events.Ready(0)),
+                (15.0, "a", events.AgentStopped(0)),
+            ],
+            {**START, "set-up": 2.0, "train": 0.5, "detect": 2.0, "standby": 8.0},
+            id="a node whose worker fails before its first step stands by until it is let in again",
+        ),
+        pytest.param(
+            [
+                (5.0, "a", begun(2, "ab", "failure", in_place=False)),
+                (20.0, "a", events.Recovery(2, 16.0, {"detect": 500, "agree": 500, "first_step": 15_000})),
+                (21.5, "a", events.AgentStopped(0)),
+            ],
+            {**START, "train": 0.5 + 1.5, "detect": 0.5, "agree": 0.5, "set-up": 1.0 + 15.0},
+            id="without a Loop all is set-up until the first step, as while it lasts",
+        ),
     ],
 )
 def test_a_life_is_painted(more, expected):

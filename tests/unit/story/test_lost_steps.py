@@ -124,6 +124,47 @@ def test_workers_that_go_on_in_place_begin_where_they_stood():
     assert story([*THREE_STEPS, TWENTY, (7.0, "a", begun(2, "a"))]).chapter.resume_step == 20
 
 
+def handed_over(third, later=()):
+    """Node a drains, b takes its state over in generation 3, makes its first step at second 8, and tells more."""
+    alone = [each for each in THREE_STEPS if each[1] == "a" and not isinstance(each[2], events.Generation)]
+    return story(
+        [
+            *alone[:2],
+            (2.0, "a", begun(1, "a", "start", in_place=False)),
+            *alone[2:],
+            (5.0, "b", started()),
+            (6.0, "a", events.Step(1, 20, 0, {})),
+            (7.0, "b", begun(2, "ab", "drain", waits=True)),
+            (7.1, "a", events.Progress(1, 21, 0.0, 0.0, 0.0)),
+            (7.2, "a", begun(2, "ab", "drain", waits=True)),
+            (7.2, "a", events.Restarted(2, {"detect": 50.0, "agree": 50.0})),
+            (7.5, "b", third),
+            (8.0, "b", first(3, 21)),
+            (8.0, "b", events.SetUp(3, {"agree": 500.0, "script": 200.0, "restore": 100.0, "first_step": 200.0})),
+            *later,
+        ]
+    )
+
+
+def test_a_state_that_is_handed_over_has_a_pause():
+    """From the last step of those that go to the first one of those that have taken their seats at once."""
+    told = handed_over(begun(3, "b"))
+    assert [chapter.pause_s for chapter in told.chapters] == [None, None, pytest.approx(0.9)]
+    assert changes(told) == "2 changes of membership, the longest pause 0.90 s; no step lost"
+    assert told.chapter.phases["restore"] == 0.1
+
+
+def test_a_run_that_begins_again_has_no_pause():
+    """Where no agent was there with the state, the time until a new one has loaded it is none of the training."""
+    assert story(AGAIN).chapter.pause_s is None
+    assert handed_over(begun(3, "c", in_place=False)).chapter.pause_s is None
+
+
+def test_what_is_told_late_moves_the_beginning_of_the_generations_in_place_that_follow():
+    """A node may tell of its last step when another one has already begun the next generation."""
+    assert [chapter.resume_step for chapter in handed_over(begun(3, "b")).chapters] == [0, 21, 21]
+
+
 @pytest.mark.parametrize("known", [events.AgentStopped(143), events.Leaves("drained")], ids=["ended", "still ends"])
 def test_who_has_left_in_order_has_not_failed(known):
     """The next agents take over what the others have left."""

@@ -171,6 +171,52 @@ def test_a_pause_is_no_hang():
     assert (spent["pause"], spent["train"], spent.get("detect", 0.0)) == pytest.approx((7.0, 2.5, 0.0))
 
 
+IN_PAUSE = [
+    *THREE_STEPS,
+    AT_SIX,
+    *((at, node, replace(progress(20, at - 6.0), pausing=True)) for at in (8.0, 13.0) for node in "ab"),
+    *((9.0, node, culprit(20, 3.0)) for node in "ab"),
+]
+
+
+@pytest.mark.parametrize("now", [8.0, 8.9, 12.9, 13.1, 17.0])
+def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
+    """Also where agents tell who is waited for there, and in what an agent exports, as far as that is told."""
+    entries = sorted((each for each in IN_PAUSE if each[0] <= now), key=lambda each: each[0])
+    lasts = story(entries)
+    for spans in (lasts.spans(now), *lasts.spans_by_node(now).values()):
+        spent = totals(spans)
+        assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0))
+    assert "detect" not in lasts.lives[0].spans.counted_on(now)
+    ends = [(now + 0.1, node, progress(40, now - 6.0)) for node in "ab"]
+    spent = totals(story([*entries, *ends]).spans())
+    assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
+
+
+def test_steps_end_a_pause_at_once():
+    """Before the next event tells how long it was."""
+    told = story([*THREE_STEPS, AT_SIX, (8.0, "a", replace(progress(20, 2.0), pausing=True)),
+        (9.0, "a", events.Step(1, 21, 0, {}))])  # fmt: skip
+    assert totals(told.spans_by_node(11.0)["a"])["pause"] == pytest.approx(2.0)
+
+
+def test_a_hang_is_told_after_it_where_it_was_for_longest():
+    """While it lasts, by its newest finding."""
+    moved = replace(culprit(20, 11.0), reason="rank 1 evaluates")
+    lasts = story([*HANG, *((17.0, node, moved) for node in "ab")])
+    assert lasts.standing(18.0) == "no step for 12 s after step 20: rank 1 evaluates"
+    over = story([*HANG, *((17.0, node, moved) for node in "ab"), (19.0, "a", events.Step(1, 21, 0, {}))])
+    bad = [each.text for each in happened(over) if each.kind == "bad"]
+    assert bad == ["no step for 13 s after step 20: rank 1 sleeps"]
+
+
+def test_the_last_step_is_as_old_as_its_node_says():
+    """It may be told when it is long over: what stands still counts from the step itself."""
+    told = story([*THREE_STEPS, AT_SIX, (9.0, "b", replace(progress(23), age_s=2.5))])
+    assert (told.newest, told.last_step_at) == (23, 6.5)
+    assert now_at(told, 15.0) == "generation 1  2 nodes (1 to 4)  step 23  no step for 8 s  epoch 0"
+
+
 def test_who_was_left_out_does_not_train():
     """A frozen node finds out late: until the others went on it is `detect`, then it stands by, until it is back."""
     again = begun(2, "a")
