@@ -160,7 +160,7 @@ def test_status_while_etcd_is_away(capsys: pytest.CaptureFixture[str]) -> None:
     assert looks == [False, True]
     assert (
         capsys.readouterr().out.count("etcd does not answer: no answer from etcd") == 1
-    )  # Of an ended run none is to.
+    )  # Once it has ended, none is to.
 
 
 def test_a_run_whose_bundled_etcd_has_died_has_not_ended() -> None:
