@@ -23,7 +23,7 @@ from typing import NoReturn
 from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
 from elasticrt.distributed import agent_client, process_groups
 from elasticrt.errors import Handover
-from elasticrt.ipc.error_file import text_of
+from elasticrt.ipc.error_file import text_of, write_error_file
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
 
@@ -148,7 +148,7 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
     """Print the traceback as Python does, keep it for the report unless it is a fork's, and return the exit code."""
     trace = error.__traceback__ = _theirs(error)
     if not is_fork:
-        shutdown.write_error_file(error)
+        write_error_file(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error

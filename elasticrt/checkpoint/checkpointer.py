@@ -303,9 +303,9 @@ def _finish_saves() -> None:
     if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
         return
     say(f"error: {missed}")
-    code = missed.exit_code if isinstance(missed, ElasticError) else 1
-    write_error_file(missed, code if code != 1 else 0)
+    write_error_file(missed)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)  # The only way to another exit code from an exit hook.
+    # The only way to another exit code from an exit hook.
+    os._exit(missed.exit_code if isinstance(missed, ElasticError) else 1)

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed import process_groups
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
-from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.proc import is_connection, is_open_socket, listens, sockets_of
 from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class GroupSockets:
         `store_port`: where the default group's store listens, if this is that group.
         """
         with self._lock:
-            self._before = own_sockets.own()
+            self._before = sockets_of()
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
             self._freed.clear()
         try:
@@ -114,10 +114,10 @@ class GroupSockets:
 
     def lost_a_peer(self) -> bool:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
-        return not all(own_sockets.is_open(fd, name) for fd, name in self._peers.items())
+        return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> int:
-        now = own_sockets.own()
+        now = sockets_of()
         new = self._new()
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
@@ -128,7 +128,7 @@ class GroupSockets:
 
     def _new(self) -> dict[int, str]:
         before = self._before
-        return {} if before is None else {fd: name for fd, name in own_sockets.own().items() if before.get(fd) != name}
+        return {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
 
 
 def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
@@ -142,12 +142,12 @@ def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
 
 def _leads_to_a_peer(each: socket.socket, store_port: int) -> bool:
     """Whether it is a connection, and not to or of the store at `store_port`."""
-    return own_sockets.is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
+    return is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
 
 
 def _shut(each: socket.socket) -> bool:
     """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets."""
-    if not own_sockets.is_connection(each):
+    if not is_connection(each):
         return False
     each.shutdown(socket.SHUT_RDWR)
     return True
@@ -160,7 +160,7 @@ def _shut_reading(each: socket.socket) -> bool:
     thread that waits for it to be sent when the connection ends. The end of what is read wakes all that wait for
     messages.
     """
-    if not own_sockets.is_connection(each):
+    if not is_connection(each):
         return False
     _retired.append((time.monotonic(), [_Held(each.fileno())]))
     each.shutdown(socket.SHUT_RD)
@@ -184,7 +184,7 @@ def _knock(each: socket.socket, ranks: int) -> bool:
     no call of torch ends the wait before the time of a collective is over (torch 2.13). Returns whether it listens.
     """
 
-    if not own_sockets.listens(each):
+    if not listens(each):
         return False
     for rank in range(ranks):
         with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
@@ -201,7 +201,7 @@ def _deafen(each: socket.socket) -> bool:
     call each rank waits for others to connect until its listening socket fails.
     """
 
-    if not own_sockets.listens(each):
+    if not listens(each):
         return False
     each.shutdown(socket.SHUT_RDWR)
     return True
