@@ -33,7 +33,7 @@ def local_rank_of(rank: int) -> int:
     Also where each worker sees one GPU only, and LOCAL_RANK is 0 for all.
     """
     worker = agent_client.worker_env()
-    return worker.local_rank if worker is not None and worker.gpu else launched("LOCAL_RANK", rank)
+    return worker.local_rank if worker.gpu else launched("LOCAL_RANK", rank)
 
 
 def launched(name: str, default: int) -> int:

@@ -433,7 +433,7 @@ def obstacle(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Param
         return "DDP has a process group of its own"
     if layer.mixed_precision is not None:
         return "DDP's own mixed precision"
-    if getattr(layer, "_use_python_reducer", False):
+    if layer._use_python_reducer:
         return "DDP's python reducer"
     if getattr(layer, "device_mesh", None) is not None:
         return "DDP has a device mesh"

@@ -33,7 +33,7 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
     if getattr(loader, argument) is not sampler:
         remedy = f"DataLoader({argument}=sampler)"
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
-    if not getattr(loader, "in_order", True):
+    if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
 
 

@@ -274,11 +274,7 @@ class Loop:
                     drawn = self._drawn_anew(loader)
             # Without a sampler a step is done again with the batch at hand.
             if state.sampler is not None or not self._redo:
-                since_ns = time.monotonic_ns()
-                # How long it takes to draw the batches that are skipped says nothing about a hang.
-                self._page.stepping = self._page.stepping or (0 if skip else FIRST_BATCH)
-                batch, share = next(drawn, (None, None))
-                self._page.data_ns += time.monotonic_ns() - since_ns
+                batch, share = self._draw(drawn, expected=not skip)
             self._redo = False
             if share is None:
                 state.position = state.position._replace(drained=True)
@@ -301,11 +297,20 @@ class Loop:
                 continue
             self._settle(passed=True)
             # Between two micro-batches the state is that of no step, so nothing is saved there.
-            if share.last and moves == world.moves:
+            if share.last:
                 self._boundary()
         self._page.stepping = 0
         if self._undo.outside is None:
             self._leave_batches(known=True)
+
+    def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
+        """The next batch with its slice; the slice is None at the end. `expected`: a loader that hangs is noticed."""
+        since_ns = time.monotonic_ns()
+        # How long it takes to draw the batches that are skipped says nothing about a hang.
+        self._page.stepping = self._page.stepping or (FIRST_BATCH if expected else 0)
+        found = next(drawn, (None, None))
+        self._page.data_ns += time.monotonic_ns() - since_ns
+        return found
 
     def _batch_left(self, *, on_purpose: bool) -> None:
         """The script has left `batches`, by `break` or the like if `on_purpose`."""
@@ -531,10 +536,10 @@ class Loop:
             self._saving.last()
         if in_place.possible:
             in_place.settle()
-            handover.stay(total)
+            handover.staying(total)()
             self._world.go_on()
             return
-        if in_place.worker is not None and in_place.worker.local_rank == 0:
+        if in_place.worker.local_rank == 0:
             self._saving.hand_over(self._state.collect())
         raise handover.leave(total)
 
