@@ -25,7 +25,7 @@ from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_batch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -94,7 +94,7 @@ class Loop:
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.
-        self._step_samples = self._pass = 0
+        self._batch_samples = self._pass = 0
         self._loader: object = None
         self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._completes = True  # Whether the batch before completed its global batch.
@@ -240,7 +240,7 @@ class Loop:
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world.size)
+            self._batch_samples = samples_per_batch(loader)
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
@@ -271,7 +271,8 @@ class Loop:
                     break
                 if state.sampler is not None:
                     drawn.close()
-                    drawn = self._drawn_anew(loader)
+                    # Beginning anew leaves no trace in the random numbers.
+                    drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
             # Without a sampler a step is done again with the batch at hand.
             if state.sampler is not None or not self._redo:
                 batch, share = self._draw(drawn, expected=not skip)
@@ -326,12 +327,6 @@ class Loop:
         """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
         if self._world.in_place.possible:  # Else this process hands over at boundaries only.
             self._undo.leave_batches(known=known)
-
-    def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
-        """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
-        if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world.size)
-        return feed(loader, self._state.sampler, 0, torch.random.fork_rng(devices=[]))
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
@@ -511,7 +506,7 @@ class Loop:
         if isinstance(self._state.sampler, ElasticBatchSampler):
             self._state.sampler.advance()
         elif self._state.sampler is not None:
-            self._state.sampler.advance(self._step_samples)
+            self._state.sampler.advance(self._batch_samples * self._world.size)
         self._state.position = self._state.position.stepped()
         self._saving.run.total += 1
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
