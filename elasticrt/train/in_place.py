@@ -91,11 +91,6 @@ class InPlace:
         return self.possible and self._agent.has_seat
 
     @property
-    def waits(self) -> bool:
-        """Whether this generation makes no step, because there are too few nodes."""
-        return self.worker.waits
-
-    @property
     def overtaken(self) -> bool:
         """Whether a newer seat has come than the one that was taken."""
         return self._agent.overtaken

@@ -108,7 +108,7 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
-                if self.in_place.waits:  # For a generation with enough nodes.
+                if self.in_place.worker.waits:  # For a generation with enough nodes.
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
