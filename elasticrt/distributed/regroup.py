@@ -124,7 +124,7 @@ class GroupSockets:
         for fd, name in new.items():
             if name not in self._freed and _with_socket(fd, self._free):
                 self._freed.add(name)
-        return sum(_with_socket(fd, _shut if fd in new else _shut_reading) for fd in doomed)
+        return sum(_with_socket(fd, partial(_shut, complete=fd not in new)) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -145,25 +145,18 @@ def _leads_to_a_peer(each: socket.socket, store_port: int) -> bool:
     return is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
 
 
-def _shut(each: socket.socket) -> bool:
-    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets."""
-    if not is_connection(each):
-        return False
-    each.shutdown(socket.SHUT_RDWR)
-    return True
+def _shut(each: socket.socket, *, complete: bool) -> bool:
+    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets.
 
-
-def _shut_reading(each: socket.socket) -> bool:
-    """As `_shut`, for a group that is complete: shut down reading only, and hold the connection for a while.
-
-    So its other end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a
-    thread that waits for it to be sent when the connection ends. The end of what is read wakes all that wait for
-    messages.
+    Of a group that is `complete` only reading is shut down, and the connection is held for a while, so that its other
+    end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that
+    waits for it to be sent when the connection ends. The end of what is read wakes all that wait for messages.
     """
     if not is_connection(each):
         return False
-    _retired.append((time.monotonic(), [_Held(each.fileno())]))
-    each.shutdown(socket.SHUT_RD)
+    if complete:
+        _retired.append((time.monotonic(), [_Held(each.fileno())]))
+    each.shutdown(socket.SHUT_RD if complete else socket.SHUT_RDWR)
     return True
 
 
