@@ -154,6 +154,8 @@ class DirectoryHead:
 
     def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:
         """The agent's answer. While etcd is away it asks again if `patient`. Raises NoAnswer, which says `what`."""
+        if not self._agent.linked:
+            return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
         while True:
             reply = self._agent.request(make, max(0.0, deadline - time.monotonic()))
