@@ -261,18 +261,13 @@ class Loop:
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves = state.position.epoch, world.moves
         batch, share = None, None
-        while not state.position.limit_reached(self._steps_max):
-            # In another place this rank has other samples, so the loader begins anew; in another epoch, which the
-            # others have had ahead of it, this one's batches are over.
-            if moves != world.moves:
-                moves = world.moves
-                if state.position.epoch != epoch:
-                    self._redo = False
-                    break
-                if state.sampler is not None:
-                    drawn.close()
-                    # Beginning anew leaves no trace in the random numbers.
-                    drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
+        # Where the others were in another epoch, and this rank has taken over their state, this one's batches are over.
+        while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
+            if moves != world.moves and state.sampler is not None:
+                # In another place this rank has other samples. Beginning anew leaves no trace in the random numbers.
+                drawn.close()
+                drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
+            moves = world.moves
             # Without a sampler a step is done again with the batch at hand.
             if state.sampler is not None or not self._redo:
                 batch, share = self._draw(drawn, expected=not skip)
@@ -300,6 +295,7 @@ class Loop:
             # Between two micro-batches the state is that of no step, so nothing is saved there.
             if share.last:
                 self._boundary()
+        self._redo = False
         self._page.stepping = 0
         if self._undo.outside is None:
             self._leave_batches(known=True)
