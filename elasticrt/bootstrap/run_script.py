@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
-from elasticrt.distributed import agent_client, process_groups
+from elasticrt.distributed import agent_client, regroup
 from elasticrt.errors import Handover
 from elasticrt.ipc.error_file import text_of, write_error_file
 from elasticrt.ipc.messages import HANDED_OVER_CODE
@@ -33,7 +33,7 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     _prepare_torch(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
-    process_groups.keep()
+    regroup.keep()
     worker = agent_client.worker_env()
     if worker.has_agent:
         env_store.serve_env_rendezvous(worker)

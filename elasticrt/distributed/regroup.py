@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticrt.distributed import process_groups
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.proc import is_connection, is_open_socket, listens, sockets_of
@@ -210,6 +209,31 @@ the next generation may have the same port, and two stores behind it would each 
 _retired: list[tuple[float, list[Any]]] = []
 
 
+_kept: list[Any] = []
+"""Every process group since `keep`, until `tidy` finds that its threads have no work left."""
+
+
+class _Kept(dict[Any, Any]):
+    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it."""
+
+    def __setitem__(self, group: Any, about: Any) -> None:
+        _kept.append(group)
+        super().__setitem__(group, about)
+
+
+def keep() -> None:
+    """Keep every process group that is made from now on. Does nothing if torch has no such map.
+
+    Torch destroys a gloo group with the last reference to it, which is often held by a DistributedDataParallel in a
+    local variable. The destructor joins gloo's threads while it holds the interpreter's lock (torch 2.13). A thread
+    that drops the last result of a collective at that moment needs the same lock, so that both wait for ever.
+    `destroy_process_group` still shuts a group down.
+    """
+    known = getattr(dist.distributed_c10d, "_pg_map", None)
+    if type(known) is dict:
+        dist.distributed_c10d._pg_map = _Kept(known)  # Torch has no hook for a group's birth or end.
+
+
 def note_subgroups() -> None:
     """From now on the connections of the script's own `dist.new_group` are noted as well."""
     made = dist.new_group
@@ -284,7 +308,7 @@ def tidy() -> None:
         _aborts.clear()
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
-            process_groups.release(left)
+            _kept[:] = [each for each in _kept if all(each is not old for old in left)]
             del left
 
 
