@@ -118,6 +118,6 @@ def under(agent: Agent, monkeypatch: Any, *, resume: Commit | None = None, **fie
         finally:
             adopted = agent_client.agent_link()
             agent.close()
-            if adopted is not None:
-                adopted.close()
+            if adopted._channel is not None:
+                adopted._channel.close()
             forget()

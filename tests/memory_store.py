@@ -298,11 +298,6 @@ class MemoryStore:
         self._watches: list[MemoryWatch] = []
         self._closed = False
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """See `protocol.Store`."""
-        return (f"memory:{self._server.store_id}",)
-
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         return self._open().read(range_, limit=limit, by_create=by_create)

@@ -188,8 +188,8 @@ class ForkServer:
 
     def _orphans(self) -> list[int]:
         """Children of this process that it has not started. Those that have ended are reaped, not listed."""
-        found = [pid for pid in process_sessions.children() if pid not in self._workers]
-        return [pid for pid in found if not process_sessions.is_zombie(pid)]
+        children = process_sessions.children().items()
+        return [pid for pid, found in children if pid not in self._workers and not found.ended]
 
     def _report(self, worker: _Worker) -> None:
         assert worker.code is not None

@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 
 from elasticrt import torch_versions
 from elasticrt.bootstrap import process_sessions
-from elasticrt.ipc import own_sockets
+from elasticrt.ipc.proc import sockets_of
 
 _LAZY = (
     # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
@@ -51,7 +51,7 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
     # A library that looks for a GPU at its import then asks the driver's own list. Asking CUDA would keep every fork of
     # this process from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    sockets_before = set(own_sockets.own().values())
+    sockets_before = set(sockets_of().values())
     # Imports make no garbage worth the time to look for it. After an error this process forks no script, and collects
     # nothing: it only starts programs.
     gc.disable()
@@ -102,7 +102,7 @@ def _why_unsafe(sockets_before: set[str]) -> str:
     # Only after the fork: libraries such as OpenBLAS end their threads before one, and have none afterwards.
     if _tasks() != 1:
         return f"keeps {_tasks() - 1} thread(s) running"
-    if set(own_sockets.own().values()) - sockets_before:
+    if set(sockets_of().values()) - sockets_before:
         return "has opened a socket"
     return ""
 

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Collection
 
 from elasticrt.ipc.leash import LIBC
-from elasticrt.ipc.proc import all_pids, in_sessions, stat
+from elasticrt.ipc.proc import Stat, all_pids, in_sessions, stat
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
@@ -36,16 +36,10 @@ def members(session_ids: Collection[int]) -> list[int]:
     return [pid for pid, each in found if each is not None and (not each.ended or each.parent == me)]
 
 
-def children() -> list[int]:
-    """The child processes of this one, with ended ones that it has not reaped."""
+def children() -> dict[int, Stat]:
+    """The child processes of this one by process id, with ended ones that it has not reaped."""
     me = os.getpid()
-    return [pid for pid in all_pids() if (found := stat(pid)) is not None and found.parent == me]
-
-
-def is_zombie(pid: int) -> bool:
-    """Whether the process has ended, reaped or not."""
-    found = stat(pid)
-    return found is None or found.ended
+    return {pid: found for pid in all_pids() if (found := stat(pid)) is not None and found.parent == me}
 
 
 def kill(pid: int, number: int) -> None:

@@ -14,16 +14,15 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
-from elasticrt.distributed import agent_client, process_groups
+from elasticrt.distributed import agent_client, regroup
 from elasticrt.errors import Handover
-from elasticrt.ipc.error_file import text_of
+from elasticrt.ipc.error_file import text_of, write_error_file
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
 
@@ -34,31 +33,20 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     _prepare_torch(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
-    process_groups.keep()
+    regroup.keep()
     worker = agent_client.worker_env()
-    if worker is not None:
+    if worker.has_agent:
         env_store.serve_env_rendezvous(worker)
         optimizer_heartbeat.begin()
-    last, me = next(reversed(sys.modules)), os.getpid()
+    before, me = set(sys.modules), os.getpid()
     code = _run(list(command), module=module)
     is_fork = os.getpid() != me  # One that the script has made, which must not act for the worker.
-    names = ["__main__", *_imported_since(last)]
+    names = ["__main__", *(name for name in list(sys.modules) if name not in before)]
     # The link is made here: an interpreter that is ending starts no threads.
     worker = agent_client.worker_env()  # Of the generation that it is in now.
-    hosts_store = worker is not None and worker.rank == 0 and worker.world_size > 1
+    hosts_store = worker.rank == 0 and worker.world_size > 1
     host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
     shutdown.leave(code, names, host)
-
-
-def _imported_since(marker: str) -> list[str]:
-    """The modules that were imported after the one called `marker`, in that order."""
-    found = []
-    # From the end: reading the names of all modules would copy, in a fork, all the pages that they are in.
-    for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
-        if name == marker:
-            break
-        found.append(name)
-    return found[::-1]
 
 
 def _take_environment(env: Mapping[str, str]) -> None:
@@ -148,7 +136,7 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
     """Print the traceback as Python does, keep it for the report unless it is a fork's, and return the exit code."""
     trace = error.__traceback__ = _theirs(error)
     if not is_fork:
-        shutdown.write_error_file(error)
+        write_error_file(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error

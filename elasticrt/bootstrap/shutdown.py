@@ -22,21 +22,15 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from elasticrt.distributed.agent_client import AgentClient
-from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, PreparationError
-from elasticrt.ipc import error_file, own_sockets
+from elasticrt.errors import CheckpointError, ConfigError, DuplicateError
 from elasticrt.ipc.collateral_errors import is_collateral
 from elasticrt.ipc.error_file import described
+from elasticrt.ipc.proc import is_connection, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 CONNECTING_S = 1.0
 """How long a peer may still be connecting to a process whose script has ended already."""
-
-
-def write_error_file(error: BaseException) -> None:
-    """Describe `error` for the agent, and mark an error that a restart cannot cure."""
-    final = isinstance(error, (CheckpointError, DuplicateError, PreparationError))
-    error_file.write_error_file(error, error.exit_code if final else 0)  # type: ignore[attr-defined]
 
 
 def in_short(error: BaseException) -> str:
@@ -75,12 +69,9 @@ def _called_at(error: BaseException) -> str:
 def _leave_groups() -> None:
     """Close the connections to peers that wait for this process in a collective, but not those of the store."""
     store = os.environ.get("MASTER_PORT", "")
-    for fd in own_sockets.own():
+    for fd in sockets_of():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
-            ports = (
-                {str(each.getsockname()[1]), str(each.getpeername()[1])} if own_sockets.is_connection(each) else {store}
-            )
-            if store not in ports:
+            if is_connection(each) and store not in (str(each.getsockname()[1]), str(each.getpeername()[1])):
                 each.shutdown(socket.SHUT_RDWR)
 
 

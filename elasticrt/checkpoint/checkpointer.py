@@ -144,7 +144,6 @@ class Checkpointer:
     def _draft(self, step: int, epoch: int, about: dict[str, Any]) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "") if worker is None else worker.run_id
         commit = Commit(
             step=step,
             epoch=epoch,
@@ -156,12 +155,13 @@ class Checkpointer:
             digest="0" * 64,
             size=0,
             serial=self._directory.serial + 1,
-            node="" if worker is None else worker.node,
-            place="" if worker is None else self.place,
+            node=worker.node,
+            place=self.place if worker.has_agent else "",
             total=0 if total == step else total,
         )
         about = {"torch": torch.__version__, **about}
-        return Manifest(commit, "" if run == "none" else run, collectives.rank_and_world()[1], about)
+        run = "" if worker.run_id == "none" else worker.run_id  # Torchrun's name for a run without one.
+        return Manifest(commit, run, collectives.rank_and_world()[1], about)
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, with the state that descends from the run's head.
@@ -202,7 +202,7 @@ class Checkpointer:
 
     @property
     def _generation(self) -> int:
-        return 0 if self._head.worker is None else self._head.worker.generation
+        return self._head.worker.generation
 
     def _missed(
         self, kind: type[Exception], step: int, generation: int, why: str | Exception, *, repeated: bool = False
@@ -211,8 +211,8 @@ class Checkpointer:
 
         The agent tells people of it; without an agent a warning does.
         """
-        agent, missed = agent_client.agent_link(), Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
-        told = repeated or (agent is not None and agent.say(missed))
+        missed = Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
+        told = repeated or agent_client.agent_link().say(missed)
         level = logging.INFO if told else logging.WARNING
         _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
@@ -303,9 +303,9 @@ def _finish_saves() -> None:
     if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
         return
     say(f"error: {missed}")
-    code = missed.exit_code if isinstance(missed, ElasticError) else 1
-    write_error_file(missed, code if code != 1 else 0)
+    write_error_file(missed)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)  # The only way to another exit code from an exit hook.
+    # The only way to another exit code from an exit hook.
+    os._exit(missed.exit_code if isinstance(missed, ElasticError) else 1)

@@ -60,22 +60,20 @@ class RunHeads:
 _runs: dict[str, RunHeads] = {}
 
 
-def run_of(worker: WorkerEnv | None) -> RunHeads:
+def run_of(worker: WorkerEnv) -> RunHeads:
     """What this process knows of its run; without an agent, of what it trains."""
-    nonce = "" if worker is None else worker.nonce
-    if nonce not in _runs:
-        resume = None if worker is None else worker.resume
-        _runs[nonce] = RunHeads("" if resume is None else resume.nonce)
-    return _runs[nonce]
+    if worker.nonce not in _runs:
+        _runs[worker.nonce] = RunHeads("" if worker.resume is None else worker.resume.nonce)
+    return _runs[worker.nonce]
 
 
 class DirectoryHead:
     """The head of one checkpoint directory, by its path in the script."""
 
-    def __init__(self, worker: WorkerEnv | None, directory: str) -> None:
-        self.worker = worker  # This process's place in the run, by the last `move`; None without an agent.
+    def __init__(self, worker: WorkerEnv, directory: str) -> None:
+        self.worker = worker  # This process's place in the run, by the last `move`.
         # Tells this directory from others of the run, as in `Commit`.
-        self.place = place_of(directory, "" if worker is None else worker.node)
+        self.place = place_of(directory, worker.node)
         self.run = run_of(worker)  # What this process knows of all directories of the run.
         self._agent = agent_client.agent_link()
         self._shown = directory
@@ -88,8 +86,10 @@ class DirectoryHead:
 
     def resume_point(self) -> Commit | None:
         """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
-        if self.worker is None or self.place in self.run.heads:
-            return self.known if self.worker is not None else None
+        if not self.worker.has_agent:
+            return None
+        if self.place in self.run.heads:
+            return self.known
         if self.worker.resume is not None and self.worker.resume.place in ("", self.place):
             return self.worker.resume
         head = self._ask(take=False).data.get("head")
@@ -100,7 +100,7 @@ class DirectoryHead:
 
         Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """
-        if self.worker is None:
+        if not self.worker.has_agent:
             take_alone(self._path)
         else:
             self._ask(take=True, patient=patient)
@@ -117,7 +117,7 @@ class DirectoryHead:
 
     def go_back(self, commit: Commit) -> str:
         """Make an older commit, which was restored, the head again. Returns "" when it is, else why not."""
-        generation = commit.generation if self.worker is None else self.worker.generation
+        generation = self.worker.generation if self.worker.has_agent else commit.generation
         return self._replace(replace(commit, place=self.place, generation=generation), descends=True)
 
     def commit(self, commit: Commit) -> str:
@@ -130,7 +130,7 @@ class DirectoryHead:
 
     def _replace(self, commit: Commit, *, descends: bool) -> str:
         with self.run.committing:
-            if self.worker is not None and self._agent is not None:
+            if self._agent.linked:
                 replaces = self.run.newest if descends else ""
                 what = f"the agent does not say whether it has committed step {commit.step}"
                 reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces))
@@ -154,7 +154,7 @@ class DirectoryHead:
 
     def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:
         """The agent's answer. While etcd is away it asks again if `patient`. Raises NoAnswer, which says `what`."""
-        if self._agent is None:
+        if not self._agent.linked:
             return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
         while True:

@@ -72,9 +72,9 @@ class MemoryTier:
     others of the run.
     """
 
-    def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:
+    def __init__(self, worker: WorkerEnv, budget: float, place: str = "") -> None:
         self._place = place
-        takes = worker is not None and worker.local_rank == 0 and budget > 0 and agent_client.agent_link() is not None
+        takes = worker.local_rank == 0 and budget > 0 and agent_client.agent_link().linked
         self._budget = budget if takes else 0.0
         self._not_before = math.inf
         self._stride = 0  # Steps; 0: not known yet.
@@ -144,7 +144,6 @@ class MemoryTier:
     def _say(self, step: int, epoch: int, snapshot: Snapshot, *, ends: bool = False) -> int:
         """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
         agent = agent_client.agent_link()
-        assert agent is not None, "only a process with an agent takes copies"
         try:
             fd, size, digest = snapshot.in_memory()
         except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
@@ -174,8 +173,6 @@ def read(worker: WorkerEnv) -> Payload:
     payload = Payload(os.dup(worker.state_fd))
     problem = payload.flaw(copy.size, copy.digest)
     if problem:
-        agent = agent_client.agent_link()
-        if agent is not None:
-            agent.say(Damaged(copy.step, problem))
+        agent_client.agent_link().say(Damaged(copy.step, problem))
         raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
     return payload

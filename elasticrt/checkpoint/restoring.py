@@ -95,7 +95,7 @@ class Restoring:
             raise failure or CheckpointError(verdict["error"])
         self.start = verdict["start"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
-        local_rank = collectives.launched("LOCAL_RANK", 0) if self._worker is None else self._worker.local_rank
+        local_rank = collectives.local_rank_of(0)
         # The other ranks of a node would read the same directory, and find the same in it.
         if 0 in (self._rank, local_rank):
             self._read_directory()
@@ -110,7 +110,7 @@ class Restoring:
             try:
                 self._directory.claim(self._head.take)
             except OSError as error:
-                if self._worker is None or self._worker.resume_step == 0:  # No step is lost by ending.
+                if self._worker.resume_step == 0:  # No step is lost by ending.
                     raise self._directory.unusable(error) from error
                 _log.warning("nothing can be saved in %s now, each save tries again: %s", self._shown, error)
         resume = self._head.resume_point()
@@ -124,12 +124,12 @@ class Restoring:
             "copy": None if copy is None else asdict(copy),
             "over": resume is None and copy is None and over,
         }
-        return verdict, None if copy is None or self._worker is None else memory_tier.read(self._worker)
+        return verdict, None if copy is None else memory_tier.read(self._worker)
 
     def _copy(self, resume: Commit | None) -> Copy | None:
         """The memory copy that this directory resumes from, if the run resumes from one of this directory."""
         worker = self._worker
-        if worker is None or worker.copy is None or worker.copy.place not in ("", self._head.place):
+        if worker.copy is None or worker.copy.place not in ("", self._head.place):
             return None
         if self._head.place in self._head.run.heads:
             return None  # This process has restored before, and moved on since.
@@ -169,7 +169,7 @@ class Restoring:
         mine = Offer(
             marked=self._unusable or bool(self._history.marked),
             highest=max(self._directory.serial, 0 if self._resume is None else self._resume.serial),
-            who=f"rank {self._rank}" if self._worker is None else f"node {self._worker.node}",
+            who=f"node {self._worker.node}" if self._worker.has_agent else f"rank {self._rank}",
             troubles=self._troubles,
         )
         if self._best is not None:
@@ -204,7 +204,7 @@ class Restoring:
         if resume is None:
             yield from ((OLDER, manifest) for manifest in history.candidates())
             return
-        run = "" if self._worker is None else self._worker.run_id
+        run = self._worker.run_id
         yield from ((BEYOND, manifest) for manifest in history.beyond(resume.nonce, run))
         # Without a manifest here the world size is not known.
         known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
@@ -285,7 +285,7 @@ class Restoring:
 
     def _how_to_start_over(self) -> str:
         fresh = "--fresh" if self._resume is None else "--fresh with another --run-id"
-        return "ELASTICRT_FRESH=1" if self._worker is None else fresh
+        return fresh if self._worker.has_agent else "ELASTICRT_FRESH=1"
 
     def _refusal(self, offers: list[Offer]) -> str:
         """Why the run stops here, and what its user can do."""

@@ -86,7 +86,7 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     if endpoints:
         return
     with embedded.new_data() as data:
-        etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data), uuid4().hex)
+        etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data))
         try:
             etcd.start()
             yield "etcd", _asked(etcd.address, options, own=True)

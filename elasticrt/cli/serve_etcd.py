@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from elasticrt.cli.options import add_command, read
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError
@@ -108,7 +107,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     """Start etcd at `listen`, say how to join at `given`, and wait for a signal or the end of etcd; the exit code."""
     flags = [word for pair in options.tls.items() for word in pair]
     flags += ["--client-cert-auth"] if options.client_ca_file is not None else []
-    etcd = EtcdProcess(binary, directory, listen, uuid4().hex, tuple(flags))
+    etcd = EtcdProcess(binary, directory, listen, tuple(flags))
     signals = etcd_server.caught_signals()
     try:
         etcd.start()

@@ -104,20 +104,19 @@ class ClaimRight:
     their node's builder fail, its error ends the generation and them with it.
 
     Args:
-        agent: this process's link.
         target: the directory to build, on storage that all nodes share.
         version: of what is built.
     """
 
     poll_s = 0.5
 
-    def __init__(self, agent: agent_client.AgentClient, target: Path, version: str) -> None:
+    def __init__(self, target: Path, version: str) -> None:
         worker = agent_client.worker_env()
-        self._agent = agent
+        self._agent = agent_client.agent_link()
         self._target = target
         self._version = version
-        self._claims = worker is None or worker.local_rank == 0
-        self._generation = 0 if worker is None else worker.generation
+        self._claims = worker.local_rank == 0
+        self._generation = worker.generation
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
         self.holder = "another process of this node"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from elasticrt.data.durable_files import put
 from elasticrt.data.position import Position
@@ -18,7 +19,7 @@ from elasticrt.data.sample_order import BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.collectives import rank_and_world
-from elasticrt.errors import CheckpointError, ConfigError
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.file_modes import FILE_MODE, make_directory
 from elasticrt.ipc.ledger_file import SUFFIX, Closing, LedgerEntry, Link, Opening, end_line
 
@@ -53,12 +54,9 @@ class Ledger:
         """Whether steps are noted."""
         return self._fd >= 0
 
-    def restored(self, history: object) -> None:
-        """Take over what the restored state descends from. Raises CheckpointError when that is no history."""
-        try:
-            self._history = [(str(start), int(last)) for start, last in history]  # type: ignore[attr-defined]
-        except (TypeError, ValueError):
-            raise CheckpointError("not a history", "checkpoint", got=history) from None
+    def restored(self, history: Iterable[Sequence[Any]]) -> None:
+        """Take over what the restored state descends from: a result of `history`."""
+        self._history = [(start, last) for start, last in history]
 
     def history(self, steps: int) -> list[list[str | int]]:
         """What a state of `steps` descends from, as plain values."""
@@ -71,7 +69,7 @@ class Ledger:
         if self._directory is None or self._sampler is None:
             return
         worker = agent_client.worker_env()
-        generation, self._start, self._began_at = worker.generation if worker else 0, start, position.steps
+        generation, self._start, self._began_at = worker.generation, start, position.steps
         name = f"generation-{generation}-{start}-rank-{rank}{SUFFIX}"
         try:
             make_directory(self._directory)
@@ -85,11 +83,11 @@ class Ledger:
             return
         opening = Opening(
             start=start,
-            run=(worker.run_id if worker else os.environ.get("TORCHELASTIC_RUN_ID", "")),
+            run=worker.run_id,
             generation=generation,
             rank=rank,
             world_size=world_size,
-            node=worker.node if worker else "",
+            node=worker.node,
             steps=position.steps,
             epoch=position.epoch,
             history=tuple(self._history),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.errors import ConfigError, explain
 
 
 class Position(NamedTuple):
@@ -51,15 +50,6 @@ class Position(NamedTuple):
     def limit_reached(self, steps_max: int | None) -> bool:
         """Whether no more steps are wanted."""
         return steps_max is not None and self.steps >= steps_max
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Position:
-        """The reverse of `_asdict`. Raises CheckpointError."""
-        kinds = {"steps": int, "epoch": int, "batches": int, "open": bool, "drained": bool}
-        good = set(fields) == set(kinds) and all(type(fields[name]) is kind for name, kind in kinds.items())
-        if not good or min(fields["steps"], fields["epoch"], fields["batches"]) < 0:
-            raise CheckpointError("not a position", "checkpoint", got=dict(fields))
-        return cls(**fields)
 
 
 @dataclass(frozen=True)

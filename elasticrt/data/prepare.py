@@ -94,11 +94,11 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
     """Return when the directory is complete on this node. Raises PreparationError."""
     if prepared_dir.fits(target, version):
         return
-    agent = agent_client.agent_link() if scope == "shared" else None
     page, began = agent_client.status_page(), time.monotonic()
     try:
         make_directory(target.parent)
-        right = LockRight(target) if agent is None else ClaimRight(agent, target, version)
+        for_all = scope == "shared" and agent_client.agent_link().linked
+        right = ClaimRight(target, version) if for_all else LockRight(target)
         while True:
             if right.ask():
                 try:

@@ -31,13 +31,21 @@ _log = logging.getLogger(__name__)
 
 
 class AgentClient:
-    """A channel to the agent, shared by all threads of this process. A thread of its own reads it."""
+    """A channel to the agent, shared by all threads of this process. A thread of its own reads it.
 
-    def __init__(self, channel: Channel) -> None:
+    Args:
+        channel: None where there is no agent: nothing is sent, and requests are refused.
+
+    Attributes:
+        linked: whether there was an agent.
+    """
+
+    def __init__(self, channel: Channel | None) -> None:
+        self.linked = channel is not None
         self._channel = channel
         self._pid = os.getpid()
         self._lock = threading.Lock()  # Of sending, `_closed` and `_waiting`.
-        self._closed = ""  # Why nothing can be sent any more.
+        self._closed = "" if self.linked else "there is none"  # Why nothing can be sent any more.
         self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}  # By number of the request: where its answer goes.
         self._numbers = itertools.count(1)
         self._news = threading.Condition()  # Of what follows.
@@ -45,7 +53,8 @@ class AgentClient:
         self._announced = self._taken = 0  # Numbers of seats: the newest that has come, and the one that was taken.
         self._seat: tuple[int, WorkerEnv] | None = None  # The newest that is not taken, with its number.
         self._on_seat: Callable[[], object] = bool
-        threading.Thread(target=self._read, name="elasticrt-link", daemon=True).start()
+        if channel is not None:
+            threading.Thread(target=self._read, args=(channel,), name="elasticrt-link", daemon=True).start()
 
     def request(self, make: Callable[[int], Message], timeout_s: float, fds: Sequence[int] = ()) -> Reply | None:
         """Send `make(number)`, with `fds`, and wait for the answer; None if it is not there after `timeout_s` seconds.
@@ -69,10 +78,10 @@ class AgentClient:
     def post(self, message: Message) -> bool:
         """Send a small report if that needs no waiting. Returns whether it was sent."""
         # A unix socket is writable while three quarters of its buffer are free: a report then fits.
-        if os.getpid() != self._pid or self._closed or not self._lock.acquire(blocking=False):
+        if self._channel is None or os.getpid() != self._pid or not self._lock.acquire(blocking=False):
             return False
         try:
-            return bool(select.select([], [self._channel], [], 0)[1]) and not self._send(message)
+            return not self._closed and bool(select.select([], [self._channel], [], 0)[1]) and not self._send(message)
         finally:
             self._lock.release()
 
@@ -106,19 +115,11 @@ class AgentClient:
             (self._taken, seat), self._seat = self._seat, None
             return seat
 
-    def close(self) -> None:
-        """Close the channel. Requests under way are refused."""
-        self._closed = self._closed or "closed"
-        self._channel.close()
-        self._release()
-
     def linger(self, code: int, wait_s: float, then: Callable[[], object]) -> None:
         """Report that the script has ended with `code`, and wait for Release or for the end of the agent.
 
         `then` is called if that takes longer than `wait_s` seconds.
         """
-        if os.getpid() != self._pid:
-            return
         with self._lock:
             problem = self._send(Done(code))
         with self._news:
@@ -130,18 +131,18 @@ class AgentClient:
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
         """Send under the lock. Returns why that was not possible, or ""."""
-        if not self._closed:
+        if self._channel is not None and not self._closed:
             try:
                 self._channel.send(message, fds)
             except (ChannelClosed, OSError) as error:
                 self._closed = str(error) or "closed"
         return self._closed
 
-    def _read(self) -> None:
+    def _read(self, channel: Channel) -> None:
         try:
             while True:
                 # No deadline: this thread has nothing else to do, and ends with the agent or the process.
-                received = self._channel.receive()
+                received = channel.receive()
                 if received is not None:
                     self._deliver(*received)
         except (ChannelClosed, OSError, ValueError) as error:
@@ -171,16 +172,12 @@ class AgentClient:
             self._release()
         elif isinstance(message, Look):
             _show_collectives()
-        else:
-            _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
 
     def _seated(self, message: Reseat, fds: list[int]) -> None:
         """Keep a new seat. The old group is cut first, because the main thread may be waiting in it."""
         here = worker_env()
-        sent = WorkerEnv.from_env({**os.environ, **message.env})
-        assert here is not None and sent is not None, "only an agent's worker has a link"
         seat = replace(
-            sent,
+            WorkerEnv.from_env({**os.environ, **message.env}),
             listen_fd=fds[0] if fds else -1,
             channel_fd=here.channel_fd,
             page_fd=here.page_fd,
@@ -222,8 +219,8 @@ def take_seat(seat: WorkerEnv) -> None:
 
 
 @lru_cache(maxsize=1)
-def worker_env() -> WorkerEnv | None:
-    """What the agent told this process; None without an agent. Raises ConfigError when it is malformed."""
+def worker_env() -> WorkerEnv:
+    """What the agent told this process, if it has one. Raises ConfigError when it is malformed."""
     try:
         return WorkerEnv.from_env(os.environ)
     except ValueError as error:
@@ -232,19 +229,16 @@ def worker_env() -> WorkerEnv | None:
 
 
 @lru_cache(maxsize=1)
-def agent_link() -> AgentClient | None:
-    """This process's link; None without an agent. The first call adopts the descriptor and begins to read."""
+def agent_link() -> AgentClient:
+    """This process's link. The first call adopts the descriptor and begins to read."""
     worker = worker_env()
-    if worker is None or worker.channel_fd < 0:
-        return None
-    return AgentClient(Channel.adopt(worker.channel_fd))
+    return AgentClient(None if worker.channel_fd < 0 else Channel.adopt(worker.channel_fd))
 
 
 @lru_cache(maxsize=1)
 def status_page() -> StatusPage:
     """This process's status page; without an agent one that only this process sees."""
-    worker = worker_env()
-    return StatusPage(-1 if worker is None else worker.page_fd)
+    return StatusPage(worker_env().page_fd)
 
 
 @lru_cache(maxsize=1)
@@ -254,7 +248,7 @@ def show_stacks() -> None:
     faulthandler writes it from C, so it works while a thread holds the interpreter's lock.
     """
     worker = worker_env()
-    if worker is None or worker.page_fd < 0 or signal.getsignal(STACKS_SIGNAL) != signal.SIG_DFL:
+    if worker.page_fd < 0 or signal.getsignal(STACKS_SIGNAL) != signal.SIG_DFL:
         return
     os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
     # Only the thread that gets the signal, which is the main one. Other threads run on while they are written down, so

@@ -22,7 +22,7 @@ def rank_and_world() -> tuple[int, int]:
 
     Raises ConfigError when RANK or WORLD_SIZE is malformed.
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return launched("RANK", 0), launched("WORLD_SIZE", 1)
 
@@ -33,7 +33,7 @@ def local_rank_of(rank: int) -> int:
     Also where each worker sees one GPU only, and LOCAL_RANK is 0 for all.
     """
     worker = agent_client.worker_env()
-    return worker.local_rank if worker is not None and worker.gpu else launched("LOCAL_RANK", rank)
+    return worker.local_rank if worker.gpu else launched("LOCAL_RANK", rank)
 
 
 def launched(name: str, default: int) -> int:
@@ -51,7 +51,7 @@ def launched(name: str, default: int) -> int:
 def require_group(where: str) -> None:
     """Raise ConfigError if there are several processes but no process group."""
     _, world_size = rank_and_world()
-    if world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+    if world_size > 1 and not dist.is_initialized():
         raise ConfigError(
             "no process group",
             where,
@@ -63,12 +63,12 @@ def require_group(where: str) -> None:
 
 def alone() -> bool:
     """Whether there are no other ranks."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def sequence_number() -> int:
     """How many collectives this rank has begun in the default group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return 0
     world: Any = dist.group.WORLD
     number: int = world._get_sequence_number_for_group()

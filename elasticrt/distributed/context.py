@@ -115,7 +115,7 @@ def has_own_group() -> bool:
 
 def make_group(backend: str, **options: Any) -> None:
     """`init_process_group` with what this process's device and agent need."""
-    if backend == "nccl" and agent_client.worker_env() is not None:
+    if backend == "nccl" and agent_client.worker_env().has_agent:
         os.environ.update(SURVIVE)
     device = torch.device("cuda", torch.cuda.current_device()) if backend.startswith("nccl") else torch.device("cpu")
     dist.init_process_group(backend, **options, **bound_to(device, backend))
@@ -162,7 +162,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
+        own_gpu = torch.cuda.device_count() >= local_world_size or worker.gpu != ""
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
         with regroup.SOCKETS.noted(world_size, store_port=collectives.launched("MASTER_PORT", 0)):
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
@@ -175,10 +175,10 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         world_size=world_size,
         local_world_size=local_world_size,
         group_rank=collectives.launched("GROUP_RANK", 0),
-        generation=0 if worker is None else worker.generation,
+        generation=worker.generation,
         restart_count=collectives.launched("TORCHELASTIC_RESTART_COUNT", 0),
         device=device,
-        run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
+        run_dir=Path(worker.run_dir) if worker.run_dir else None,
     )
     return _context
 
@@ -214,10 +214,10 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worker, torch_dist = agent_client.worker_env(), cast("Any", dist)  # It offers more than it declares.
-    if worker is not None and worker.beside:
+    if worker.beside:
         # A world of one until it is let in.
         make(store=torch_dist.HashStore(), rank=0, world_size=1)
-    elif launched and address and world_size > 1 and worker is not None:
+    elif launched and address and world_size > 1 and worker.has_agent:
         # The others may be preparing their data. The agent ends this process if they can't come.
         store, rank, world_size = next(torch_dist.rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)

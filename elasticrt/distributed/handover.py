@@ -48,24 +48,19 @@ def must_leave(page: StatusPage, step: int) -> bool:
     return False
 
 
-def stay(step: int) -> None:
-    """Report that this process has stopped after `step`, and waits for its seat in the next generation."""
-    staying(step)()
-
-
 def staying(step: int) -> Callable[[], object]:
-    """What reports that of the present generation, even if this process has another seat by then. From any thread."""
-    agent, worker = agent_client.agent_link(), agent_client.worker_env()
-    if agent is None or worker is None:
-        return bool
-    return partial(agent.say, Left(worker.generation, step))
+    """What reports that this process has stopped after `step`, and waits for its seat in the next generation.
+
+    It reports that of the present generation, even if this process has another seat by then. From any thread.
+    """
+    return partial(agent_client.agent_link().say, Left(agent_client.worker_env().generation, step))
 
 
 def leave(step: int) -> Handover:
     """Report that this process has stopped after `step`, as agreed, and ends. Returns what leaves the loop."""
     global left  # noqa: PLW0603  A process hands over once.
     left = True
-    stay(step)
+    staying(step)()
     return departure(step)
 
 

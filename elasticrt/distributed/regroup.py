@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticrt.distributed import process_groups
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
-from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.proc import is_connection, is_open_socket, listens, sockets_of
 from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class GroupSockets:
         `store_port`: where the default group's store listens, if this is that group.
         """
         with self._lock:
-            self._before = own_sockets.own()
+            self._before = sockets_of()
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
             self._freed.clear()
         try:
@@ -114,21 +113,21 @@ class GroupSockets:
 
     def lost_a_peer(self) -> bool:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
-        return not all(own_sockets.is_open(fd, name) for fd, name in self._peers.items())
+        return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> int:
-        now = own_sockets.own()
+        now = sockets_of()
         new = self._new()
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
         for fd, name in new.items():
             if name not in self._freed and _with_socket(fd, self._free):
                 self._freed.add(name)
-        return sum(_with_socket(fd, _shut if fd in new else _shut_reading) for fd in doomed)
+        return sum(_with_socket(fd, partial(_shut, complete=fd not in new)) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
-        return {} if before is None else {fd: name for fd, name in own_sockets.own().items() if before.get(fd) != name}
+        return {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
 
 
 def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
@@ -142,28 +141,21 @@ def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
 
 def _leads_to_a_peer(each: socket.socket, store_port: int) -> bool:
     """Whether it is a connection, and not to or of the store at `store_port`."""
-    return own_sockets.is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
+    return is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
 
 
-def _shut(each: socket.socket) -> bool:
-    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets."""
-    if not own_sockets.is_connection(each):
-        return False
-    each.shutdown(socket.SHUT_RDWR)
-    return True
+def _shut(each: socket.socket, *, complete: bool) -> bool:
+    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets.
 
-
-def _shut_reading(each: socket.socket) -> bool:
-    """As `_shut`, for a group that is complete: shut down reading only, and hold the connection for a while.
-
-    So its other end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a
-    thread that waits for it to be sent when the connection ends. The end of what is read wakes all that wait for
-    messages.
+    Of a group that is `complete` only reading is shut down, and the connection is held for a while, so that its other
+    end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that
+    waits for it to be sent when the connection ends. The end of what is read wakes all that wait for messages.
     """
-    if not own_sockets.is_connection(each):
+    if not is_connection(each):
         return False
-    _retired.append((time.monotonic(), [_Held(each.fileno())]))
-    each.shutdown(socket.SHUT_RD)
+    if complete:
+        _retired.append((time.monotonic(), [_Held(each.fileno())]))
+    each.shutdown(socket.SHUT_RD if complete else socket.SHUT_RDWR)
     return True
 
 
@@ -184,7 +176,7 @@ def _knock(each: socket.socket, ranks: int) -> bool:
     no call of torch ends the wait before the time of a collective is over (torch 2.13). Returns whether it listens.
     """
 
-    if not own_sockets.listens(each):
+    if not listens(each):
         return False
     for rank in range(ranks):
         with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
@@ -201,7 +193,7 @@ def _deafen(each: socket.socket) -> bool:
     call each rank waits for others to connect until its listening socket fails.
     """
 
-    if not own_sockets.listens(each):
+    if not listens(each):
         return False
     each.shutdown(socket.SHUT_RDWR)
     return True
@@ -215,6 +207,31 @@ _served: list[GroupStoreServer] = []
 the next generation may have the same port, and two stores behind it would each get some of its ranks."""
 
 _retired: list[tuple[float, list[Any]]] = []
+
+
+_kept: list[Any] = []
+"""Every process group since `keep`, until `tidy` finds that its threads have no work left."""
+
+
+class _Kept(dict[Any, Any]):
+    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it."""
+
+    def __setitem__(self, group: Any, about: Any) -> None:
+        _kept.append(group)
+        super().__setitem__(group, about)
+
+
+def keep() -> None:
+    """Keep every process group that is made from now on. Does nothing if torch has no such map.
+
+    Torch destroys a gloo group with the last reference to it, which is often held by a DistributedDataParallel in a
+    local variable. The destructor joins gloo's threads while it holds the interpreter's lock (torch 2.13). A thread
+    that drops the last result of a collective at that moment needs the same lock, so that both wait for ever.
+    `destroy_process_group` still shuts a group down.
+    """
+    known = getattr(dist.distributed_c10d, "_pg_map", None)
+    if type(known) is dict:
+        dist.distributed_c10d._pg_map = _Kept(known)  # Torch has no hook for a group's birth or end.
 
 
 def note_subgroups() -> None:
@@ -291,7 +308,7 @@ def tidy() -> None:
         _aborts.clear()
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
-            process_groups.release(left)
+            _kept[:] = [each for each in _kept if all(each is not old for old in left)]
             del left
 
 
@@ -433,7 +450,7 @@ def obstacle(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Param
         return "DDP has a process group of its own"
     if layer.mixed_precision is not None:
         return "DDP's own mixed precision"
-    if getattr(layer, "_use_python_reducer", False):
+    if layer._use_python_reducer:
         return "DDP's python reducer"
     if getattr(layer, "device_mesh", None) is not None:
         return "DDP has a device mesh"

@@ -35,7 +35,7 @@ class SigtermGuard:
 
     def raise_(self) -> None:
         """Guard from now on. Does nothing outside a run, outside the main thread, or if the script has a handler."""
-        if agent_client.worker_env() is None or threading.current_thread() is not threading.main_thread():
+        if not agent_client.worker_env().has_agent or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._received)
@@ -74,7 +74,7 @@ def sheltered() -> Iterator[None]:
     When this process ends, multiprocessing ends its children with SIGTERM and then waits for them without a limit. It
     would wait for ever for these, so they get SIGKILL before that.
     """
-    if agent_client.worker_env() is None:
+    if not agent_client.worker_env().has_agent:
         yield
         return
     others = set(multiprocessing.active_children())

@@ -187,6 +187,10 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+_NOTHING: dict[str, Any] = {"int": 0, "str": ""}
+"""What a field is, by its type, where there is no agent."""
+
+
 @dataclass(frozen=True)
 class WorkerEnv:
     """The settings of a worker, from its agent. Each field has its variable.
@@ -212,6 +216,7 @@ class WorkerEnv:
     what they would be, and `generation` is 0 until it has a seat.
 
     `waits`: there are too few nodes, so this generation makes no step: its rank 0 saves, and all wait for the next one.
+    `has_agent`: false where no agent started this process. Then the other fields but `run_id` say nothing: 0, "", none.
     """
 
     rank: int = _variable("RANK")
@@ -235,6 +240,7 @@ class WorkerEnv:
     last_step: int = _variable("ELASTICRT_LAST_STEP", 0)
     last_step_at_ns: int = _variable("ELASTICRT_LAST_STEP_AT_NS", 0)
     as_srun: bool = False
+    has_agent: bool = True
     gpu: str = _variable("ELASTICRT_GPU", "")
     signals: str = _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     beside: bool = _variable("ELASTICRT_BESIDE", default=False)
@@ -277,13 +283,11 @@ class WorkerEnv:
         return {variable: _text(value) for variable, value in variables.items()}
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
-        """Read the variables of `to_env` in `env`; None if no agent started this process.
-
-        Raises ValueError that names a missing or malformed variable.
-        """
+    def from_env(cls, env: Mapping[str, str]) -> WorkerEnv:
+        """Read the variables of `to_env` in `env`. Raises ValueError that names a missing or malformed variable."""
         if "ELASTICRT_GENERATION" not in env:
-            return None
+            nothing = {each.name: _NOTHING[str(each.type)] for each in fields(cls) if each.default is MISSING}
+            return cls(**{**nothing, "run_id": env.get("TORCHELASTIC_RUN_ID", ""), "has_agent": False})
         values = {}
         for each in fields(cls):
             variable = each.metadata.get("variable", "")

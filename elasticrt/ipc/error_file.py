@@ -1,4 +1,4 @@
-"""The error file of a worker, in torchelastic's form, which `@record` writes as well, with an additional hint."""
+"""The error file of a worker, in torchelastic's form, which `@record` writes as well."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ def described(error: BaseException) -> Described:
     return Described(type(error).__name__, text_of(error)[:MESSAGE_BYTES_MAX], shown, whole)
 
 
-def write_error_file(error: BaseException, hint: int = 0) -> None:
-    """Write `error` to $TORCHELASTIC_ERROR_FILE, unless the script has done so itself.
-
-    `hint` is the exit code of the run, for errors that a restart cannot cure; 0 for all others.
-    """
+def write_error_file(error: BaseException) -> None:
+    """Write `error` to $TORCHELASTIC_ERROR_FILE, unless the script has done so itself, as with `@record`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -57,14 +54,10 @@ def write_error_file(error: BaseException, hint: int = 0) -> None:
             "timestamp": str(int(time.time())),
         },
     }
-    content: dict[str, object] = {"message": message}
-    if hint:
-        content["exit_code_hint"] = hint
     try:
-        # The script may use `@record`, which has written it already. Only a hint is worth replacing that.
-        if hint or not os.path.exists(path) or not os.path.getsize(path):  # noqa: PTH110, PTH202  One call each.
+        if not os.path.exists(path) or not os.path.getsize(path):  # noqa: PTH110, PTH202  One call each.
             make_directory(Path(path).parent)
-            write_text(Path(path), json.dumps(content))
+            write_text(Path(path), json.dumps({"message": message}))
     except OSError as problem:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is no other way.
 

@@ -1,4 +1,4 @@
-"""Processes and devices, as Linux shows them in /proc and /dev."""
+"""Processes, their sockets, and devices, as Linux shows them in /proc and /dev."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-
-from elasticrt.ipc import own_sockets
 
 PF_EXITING = 0x4
 """The kernel's flag of a process that ends. Its files are closed then one by one, and its memory is given back."""
@@ -87,6 +86,42 @@ def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  Path objects are 10x slower.
 
 
+def sockets_of(pid: int | str = "self") -> dict[int, str]:
+    """The name of each socket of process `pid` (this one), by descriptor, with those that a library has opened.
+
+    The name has the inode, because descriptors are used again. Raises OSError when the process has ended.
+    """
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  Names are all we need.
+        with contextlib.suppress(OSError):  # It is closed by now, as the listing's own is.
+            target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115  As above.
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def is_open_socket(fd: int, name: str) -> bool:
+    """Whether `fd` still is the socket that `sockets_of` has called `name`."""
+    try:
+        return f"socket:[{os.fstat(fd).st_ino}]" == name
+    except OSError:
+        return False
+
+
+def is_connection(each: socket.socket) -> bool:
+    """Whether `each` is a TCP socket that does not listen."""
+    return _is_tcp(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def listens(each: socket.socket) -> bool:
+    """Whether `each` is a TCP socket that others can connect to."""
+    return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_tcp(each: socket.socket) -> bool:
+    return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+
+
 RETRANSMISSIONS_MIN = 3
 """The kernel retransmits after 0.2 s, 0.4 s, 0.8 s and so on: three times are 1.4 s of silence."""
 
@@ -96,16 +131,16 @@ def unacknowledged(pid: int) -> list[str]:
 
     A stopped or dead process on a live machine is not among them: its kernel acknowledges, or refuses.
     """
-    own: set[str] = set()
+    mine: set[str] = set()
     lines: list[list[str]] = []
     with contextlib.suppress(OSError):  # The process has ended, or there is no IPv6.
-        own = set(own_sockets.own(pid).values())
+        mine = set(sockets_of(pid).values())
         for name in ("tcp", "tcp6"):
             lines += [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
     found = {
         _address(line[2].partition(":")[0])
         for line in lines
-        if f"socket:[{line[9]}]" in own and line[5][:2] == "01" and int(line[6], 16) >= RETRANSMISSIONS_MIN
+        if f"socket:[{line[9]}]" in mine and line[5][:2] == "01" and int(line[6], 16) >= RETRANSMISSIONS_MIN
     }
     return sorted(found)
 

@@ -134,11 +134,6 @@ class StatusPage:
         room = PAGE_BYTES - FLIGHTS_AT
         self._map[FLIGHTS_AT:PAGE_BYTES] = text.encode()[: room - 1].ljust(room, b"\0")
 
-    def close(self) -> None:
-        """Unmap."""
-        self.words.release()
-        self._map.close()
-
     def finished(self, step: int, at_ns: int) -> None:
         """Note that `step` ended at `at_ns`. The step is written last, because it announces the rest."""
         self.step_at_ns = at_ns

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
-from uuid import uuid4
 
 from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
@@ -138,7 +137,7 @@ def main(text: str) -> None:
         with embedded.new_data() as data:
             listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
             # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
-            etcd = EtcdProcess(Path(order["binary"]), data, listen, uuid4().hex, ("--unsafe-no-fsync",))
+            etcd = EtcdProcess(Path(order["binary"]), data, listen, ("--unsafe-no-fsync",))
             try:
                 etcd.start()
                 embedded.write_record(record, Served(etcd.address, me, start_of(me)))

@@ -77,11 +77,6 @@ class EtcdStore:
         self._watcher = Watcher(self._connections, lambda: self._store_id)
         self._store_id = ""
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """See `protocol.Store`."""
-        return self._connections.names
-
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         request = etcd_messages.range_request(range_, limit=limit, by_create=by_create)
@@ -100,7 +95,7 @@ class EtcdStore:
     def grant(self, ttl_s: float) -> Lease:
         """See `protocol.Store`. A grant whose answer was lost is repeated; its lease, without keys, ends by itself."""
         if not ttl_s > 0:
-            raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self.endpoints)})")
+            raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self._connections.names)})")
         request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         granted = self._connections.ask("grant a lease", lambda endpoint: endpoint.lease.LeaseGrant, request)
         return Lease(granted.ID, float(granted.TTL))
@@ -110,7 +105,7 @@ class EtcdStore:
         request = proto.LeaseKeepAliveRequest(ID=lease_id)
         answer = self._connections.ask("keep a lease alive", lambda endpoint: endpoint.lease.LeaseKeepAlive, request)
         if answer.TTL <= 0:
-            raise LeaseLost(f"lease {lease_id:x} does not exist any more ({', '.join(self.endpoints)})")
+            raise LeaseLost(f"lease {lease_id:x} does not exist any more ({', '.join(self._connections.names)})")
         return float(answer.TTL)
 
     def revoke(self, lease_id: int) -> None:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from queue import SimpleQueue
+from uuid import uuid4
 
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.leash import command_of
@@ -77,17 +78,18 @@ def socket_in(directory: Path) -> Address:
     return Address("unix", str(directory / SOCKET), 0)
 
 
-def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> list[str]:
+def command(binary: Path, listen: Address, options: tuple[str, ...] = ()) -> list[str]:
     """A single member that serves clients at `listen`: an IP address and port, or the `socket_in` its directory.
 
     It needs no other members, so it elects itself at once. Where it listens for them is a socket as well: what a member
-    says is believed without authentication. `token` gives a new store a new identity. `options` are further flags.
+    says is believed without authentication. `options` are further flags.
     """
     never_called = "http://127.0.0.1:1"
     where = f"unix://{SOCKET}" if listen.scheme == "unix" else str(listen)
     return [
         str(binary),
-        *("--name", "elasticrt", "--data-dir", "member", "--initial-cluster-token", token),
+        # The token gives each new store an identity of its own: clients notice that it is not the one before.
+        *("--name", "elasticrt", "--data-dir", "member", "--initial-cluster-token", uuid4().hex),
         *("--listen-client-urls", where, "--advertise-client-urls", where),
         *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
         *("--initial-cluster", f"elasticrt={never_called}"),
@@ -136,13 +138,13 @@ class EtcdProcess:
         process: the newest process; None before the first start.
     """
 
-    def __init__(self, binary: Path, data: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, binary: Path, data: Path, listen: Address, options: tuple[str, ...] = ()) -> None:
         # A server that listens at all addresses is reached from this machine by loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
         self.address = replace(listen, host=host)
         self.process: subprocess.Popen[bytes] | None = None
         self._data = data
-        self._command = command(binary, listen, token, options)
+        self._command = command(binary, listen, options)
 
     def _launch(self) -> subprocess.Popen[bytes]:
         # In a session of its own. It is killed when this process dies.

@@ -174,10 +174,6 @@ class Watch(Protocol):
 class Store(Protocol):
     """A linearizable key-value store with leases, transactions and watches. Safe to call from several threads."""
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """Where the store is, as text for messages."""
-
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """All keys of a range, linearizable.
 

@@ -33,7 +33,7 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
     if getattr(loader, argument) is not sampler:
         remedy = f"DataLoader({argument}=sampler)"
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
-    if not getattr(loader, "in_order", True):
+    if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
 
 
@@ -49,13 +49,13 @@ def check_resumable(
         raise CheckpointError(what, "batches", got=got, remedy=remedy)
 
 
-def samples_per_step(loader: object, world_size: int) -> int:
-    """Samples in a global batch, for a sampler that doesn't know. Raises ConfigError if the loader doesn't either."""
+def samples_per_batch(loader: object) -> int:
+    """Samples in a rank's batch, for a sampler that doesn't know. Raises ConfigError if the loader doesn't either."""
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int):
         what, remedy = "how many samples are in a batch?", "Use a DataLoader with batch_size, or ElasticBatchSampler"
         raise ConfigError(what, "batches", got=f"batch_size={size}", remedy=remedy)
-    return size * world_size
+    return size
 
 
 def feed(

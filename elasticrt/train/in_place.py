@@ -59,7 +59,7 @@ class InPlace:
         renews: whether the script makes something of its own anew after each change.
 
     Attributes:
-        worker: who this process is now; None without an agent.
+        worker: who this process is now.
         possible: whether this process can go on in place.
         spare: memory for the state of others, until it is used.
     """
@@ -77,7 +77,7 @@ class InPlace:
         self._renews = renews
         self._hindered = False  # Whether something in the script keeps this process from going on in place.
         self._page = agent_client.status_page()
-        self._link = agent_client.agent_link()
+        self._agent = agent_client.agent_link()
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
         self._thread = 0  # The thread that makes the steps.
         self._refusal: RemovableHandle | None = None
@@ -91,23 +91,13 @@ class InPlace:
         return self.possible and self._agent.has_seat
 
     @property
-    def waits(self) -> bool:
-        """Whether this generation makes no step, because there are too few nodes."""
-        return self.worker is not None and self.worker.waits
-
-    @property
-    def _agent(self) -> agent_client.AgentClient:
-        assert self._link is not None, "only a worker with an agent goes on in place"
-        return self._link
-
-    @property
     def overtaken(self) -> bool:
         """Whether a newer seat has come than the one that was taken."""
-        return self._link is not None and self._link.overtaken
+        return self._agent.overtaken
 
     def begin(self, loader: object) -> None:
         """The first step with a block: from now on this process goes on in place, if it can."""
-        if self._link is None or self.possible or self._hindered:
+        if not self._agent.linked or self.possible or self._hindered:
             return
         obstacle = self._obstacle(loader)
         if obstacle:
@@ -146,7 +136,6 @@ class InPlace:
         if not self.is_of_peer(error) or (in_step and self._is_of_another_group()):
             return False
         if not self.overtaken:
-            assert self.worker is not None, "a worker with an agent has a place"
             name, text, *_ = described(error)
             self._agent.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
@@ -168,7 +157,6 @@ class InPlace:
         It comes of a group that the script has made in a generation before, or of a DDP module that the Loop does not
         know. Both fail again in every new world, until the script begins anew.
         """
-        assert self.worker is not None, "only a worker with an agent goes on in place"
         if self._backend != "gloo" or not regroup.SOCKETS.knows_peers(self.worker.world_size):
             return False
         until = time.monotonic() + CLOSED_S_MAX
@@ -253,7 +241,6 @@ class InPlace:
 
         Everything that the others will wait for is done once here, alone, because a first time takes longest.
         """
-        assert self.worker is not None, "only a worker with an agent sets up beside others"
         listening = socket.create_server(("127.0.0.1", 0))
         alone = replace(
             self.worker,
@@ -281,7 +268,6 @@ class InPlace:
 
     def meet(self, step: int) -> regroup.Meeting | None:
         """Leave the old group, and meet in the seat's generation. None: a rank did not come."""
-        assert self.worker is not None, "seats come from an agent"
         self._page.init_at_ns = time.monotonic_ns()
         self._page.step_at_ns = 0
         try:

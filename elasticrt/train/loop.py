@@ -25,7 +25,7 @@ from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_batch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -94,7 +94,7 @@ class Loop:
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.
-        self._step_samples = self._pass = 0
+        self._batch_samples = self._pass = 0
         self._loader: object = None
         self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._completes = True  # Whether the batch before completed its global batch.
@@ -240,7 +240,7 @@ class Loop:
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world.size)
+            self._batch_samples = samples_per_batch(loader)
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
@@ -261,24 +261,16 @@ class Loop:
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves = state.position.epoch, world.moves
         batch, share = None, None
-        while not state.position.limit_reached(self._steps_max):
-            # In another place this rank has other samples, so the loader begins anew; in another epoch, which the
-            # others have had ahead of it, this one's batches are over.
-            if moves != world.moves:
-                moves = world.moves
-                if state.position.epoch != epoch:
-                    self._redo = False
-                    break
-                if state.sampler is not None:
-                    drawn.close()
-                    drawn = self._drawn_anew(loader)
+        # Where the others were in another epoch, and this rank has taken over their state, this one's batches are over.
+        while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
+            if moves != world.moves and state.sampler is not None:
+                # In another place this rank has other samples. Beginning anew leaves no trace in the random numbers.
+                drawn.close()
+                drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
+            moves = world.moves
             # Without a sampler a step is done again with the batch at hand.
             if state.sampler is not None or not self._redo:
-                since_ns = time.monotonic_ns()
-                # How long it takes to draw the batches that are skipped says nothing about a hang.
-                self._page.stepping = self._page.stepping or (0 if skip else FIRST_BATCH)
-                batch, share = next(drawn, (None, None))
-                self._page.data_ns += time.monotonic_ns() - since_ns
+                batch, share = self._draw(drawn, expected=not skip)
             self._redo = False
             if share is None:
                 state.position = state.position._replace(drained=True)
@@ -301,11 +293,21 @@ class Loop:
                 continue
             self._settle(passed=True)
             # Between two micro-batches the state is that of no step, so nothing is saved there.
-            if share.last and moves == world.moves:
+            if share.last:
                 self._boundary()
+        self._redo = False
         self._page.stepping = 0
         if self._undo.outside is None:
             self._leave_batches(known=True)
+
+    def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
+        """The next batch with its slice; the slice is None at the end. `expected`: a loader that hangs is noticed."""
+        since_ns = time.monotonic_ns()
+        # How long it takes to draw the batches that are skipped says nothing about a hang.
+        self._page.stepping = self._page.stepping or (FIRST_BATCH if expected else 0)
+        found = next(drawn, (None, None))
+        self._page.data_ns += time.monotonic_ns() - since_ns
+        return found
 
     def _batch_left(self, *, on_purpose: bool) -> None:
         """The script has left `batches`, by `break` or the like if `on_purpose`."""
@@ -321,12 +323,6 @@ class Loop:
         """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
         if self._world.in_place.possible:  # Else this process hands over at boundaries only.
             self._undo.leave_batches(known=known)
-
-    def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
-        """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
-        if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world.size)
-        return feed(loader, self._state.sampler, 0, torch.random.fork_rng(devices=[]))
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
@@ -506,7 +502,7 @@ class Loop:
         if isinstance(self._state.sampler, ElasticBatchSampler):
             self._state.sampler.advance()
         elif self._state.sampler is not None:
-            self._state.sampler.advance(self._step_samples)
+            self._state.sampler.advance(self._batch_samples * self._world.size)
         self._state.position = self._state.position.stepped()
         self._saving.run.total += 1
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
@@ -531,10 +527,10 @@ class Loop:
             self._saving.last()
         if in_place.possible:
             in_place.settle()
-            handover.stay(total)
+            handover.staying(total)()
             self._world.go_on()
             return
-        if in_place.worker is not None and in_place.worker.local_rank == 0:
+        if in_place.worker.local_rank == 0:
             self._saving.hand_over(self._state.collect())
         raise handover.leave(total)
 

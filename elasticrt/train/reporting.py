@@ -117,7 +117,7 @@ class Reporter:
         now_ns = time.monotonic_ns()
         self._page.finished(step, now_ns)
         self._page.entered = step + 1
-        if self._link is None or now_ns < self._next_ns:
+        if not self._link.linked or now_ns < self._next_ns:
             return
         self._next_ns = now_ns + _REPORT_NS
         if now_ns >= self._waits_at_ns:

@@ -67,7 +67,7 @@ class TrainingState:
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
-        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "gradients"} <= set(ours):
+        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "ledger", "gradients"} <= set(ours):
             got, remedy = sorted(map(str, data)), "Use another directory"
             raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
         try:
@@ -97,8 +97,8 @@ class TrainingState:
         self._set_gradients(ours["gradients"])
         if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
-        self.position = Position.from_dict(ours["position"])
-        self.ledger.restored(ours.get("ledger", []))
+        self.position = Position(**ours["position"])
+        self.ledger.restored(ours["ledger"])
         self.vars.clear()
         self.vars.update(ours["vars"])
 

@@ -77,7 +77,7 @@ class World:
             fresh: start over, whatever checkpoint there is.
         """
         worker = self.in_place.worker
-        if worker is not None and worker.beside:
+        if worker.beside:
             self._state.whole = False
             self._saving.set_up_beside()
             self.in_place.set_up_beside(self._state.objects)
@@ -91,7 +91,7 @@ class World:
             self._state.restore(found.data)
             self.resumed_size = self._size_before = found.world_size
         self._has_state(self._saving.checkpointer.start)
-        if worker is None or self._page.step_at_ns:  # A second Loop of the script has its beginning, and no cost.
+        if self._page.step_at_ns:  # A second Loop of the script has its beginning, and no cost.
             self._announce_change()
         else:
             self._announce_change(worker.last_step_at_ns, worker.last_step - self._saving.run.total)
@@ -109,7 +109,7 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
-                if self.in_place.waits:  # For a generation with enough nodes.
+                if self.in_place.worker.waits:  # For a generation with enough nodes.
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
@@ -180,7 +180,6 @@ class World:
     def _arrive(self, meeting: regroup.Meeting) -> None:
         """All ranks of a new generation have met: get the furthest state."""
         state, worker = self._state, self.in_place.worker
-        assert worker is not None, "seats come from an agent"
         state.numbers.rank, self.size = collectives.rank_and_world()
         steps = state.position.steps if state.whole else -1
         spare, self.in_place.spare = self.in_place.spare, None
@@ -243,10 +242,10 @@ class World:
         are done again."""
         worker = self.in_place.worker
         change = Change(
-            generation=0 if worker is None else worker.generation,
+            generation=worker.generation,
             world_size=self.size,
             world_size_before=self._size_before,
-            cause="" if worker is None else worker.cause,
+            cause=worker.cause,
             pause_s=(time.monotonic_ns() - stepped_at_ns) / 1e9 if stepped_at_ns else None,
             steps_lost=max(0, steps_lost) if stepped_at_ns else 0,
         )

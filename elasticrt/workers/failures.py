@@ -92,13 +92,12 @@ class Remains:
 class Raised:
     """What a worker raised, as far as its error file or its output says; all empty for nothing.
 
-    `hint`: the exit code of the run that its error file asks for. `certain`: a restart would end in the same way.
+    `certain`: a restart would end in the same way.
     """
 
     exception: str = ""
     message: str = ""
     callstack: str = ""
-    hint: int = 0
     certain: bool = False
 
     @property
@@ -180,8 +179,7 @@ def _final_code(found: Raised, left: Remains) -> FinalCode:
         return 0
     if not left.stepped and (found.certain or found.exception in _CERTAIN):
         return 1
-    hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
-    return _FINAL.get(found.kind, hinted)
+    return _FINAL.get(found.kind, 0)
 
 
 def _of_gpu(found: Raised, left: Remains) -> str:
@@ -301,12 +299,12 @@ def _in_error_file(content: str) -> Raised:
         said = {"message": said}
     if not isinstance(said, dict):
         return Raised()
-    extra, hint = said.get("extraInfo"), fields.get("exit_code_hint")
+    extra = said.get("extraInfo")
     callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
     exception, separator, message = str(said.get("message", "")).partition(": ")
     if not separator and " " in exception:
         exception, message = "", exception  # A message without a type.
-    return Raised(exception, message, callstack, hint if isinstance(hint, int) else 0)
+    return Raised(exception, message, callstack)
 
 
 def _in_traceback(lines: Sequence[str]) -> Raised | None:

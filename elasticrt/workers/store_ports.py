@@ -43,10 +43,9 @@ class StorePorts:
 
     def take(self, port: int, *, shared: bool) -> socket.socket | None:
         """The socket of `port`, for the caller. `shared`: workers inherit it; otherwise they bind the port anew."""
-        held = self._held.get(port)
-        if held is None or shared:
-            return held.dup() if held is not None else None
-        return self._held.pop(port)
+        if port not in self._held:
+            return None
+        return self._held[port].dup() if shared else self._held.pop(port)
 
     def close(self) -> None:
         """Close all sockets."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticrt.distributed import process_groups, regroup
+from elasticrt.distributed import regroup
 from tests.fake_worker import WORKER
 
 TIMEOUT_S = 20.0
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=100, help="re-forms of each way")
     given = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    process_groups.keep()
+    regroup.keep()
     listening = [socket.create_server(("127.0.0.1", 0), backlog=given.ranks) for _ in range(PORTS)]
     rank, children = 0, []
     for each in range(1, given.ranks):

@@ -46,8 +46,7 @@ class Trial:
         self._notes = (directory / f"{os.getpid()}.jsonl").open("a", buffering=1)
         self._loop: elasticrt.Loop | None = None
         self._step = 0
-        worker = worker_env()
-        self.note(beside=worker is not None and worker.beside)
+        self.note(beside=worker_env().beside)
 
     def loop(self, **arguments: Any) -> elasticrt.Loop:
         """The script's Loop."""

@@ -104,11 +104,6 @@ class Wire:
         self._sim = sim
         self._channels: list[Channel] = []
 
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """See `protocol.Store`."""
-        return ("virtual",)
-
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         server = self._sim.server

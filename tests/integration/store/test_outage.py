@@ -127,7 +127,7 @@ def test_dead_endpoint_in_the_list(etcd: EtcdServer) -> None:
             store.revoke(lease.lease_id)
             assert [event.key for event in inbox.wait(1)] == ["/a"]
             watch.cancel()
-            assert store.endpoints == (str(dead), str(mute), str(etcd.address))
+            assert store._connections.names == (str(dead), str(mute), str(etcd.address))
 
 
 def test_transaction_moves_on_only_if_it_was_not_sent(etcd: EtcdServer) -> None:

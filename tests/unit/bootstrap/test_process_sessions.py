@@ -14,6 +14,7 @@ import pytest
 from elasticrt.bootstrap import child_process, process_sessions
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
+from elasticrt.ipc.proc import start_of
 from elasticrt.ipc.status_page import STACKS_SIGNAL
 from elasticrt.liveness.stacks import BEGINS
 
@@ -51,7 +52,7 @@ def test_kill_sessions(leader):
     with pytest.raises(ProcessLookupError):
         while True:
             os.kill(member, 0)
-            if process_sessions.is_zombie(member):
+            if not start_of(member):
                 raise ProcessLookupError
 
 
@@ -60,7 +61,7 @@ def test_the_dead_are_no_members():
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait(10)
     assert process_sessions.members([process.pid]) == []
-    assert process_sessions.is_zombie(process.pid)
+    assert not start_of(process.pid)
     process_sessions.kill(process.pid, signal.SIGKILL)
     process_sessions.kill_sessions([process.pid])
 

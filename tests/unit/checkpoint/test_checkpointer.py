@@ -25,7 +25,7 @@ from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save, Unsaved
-from tests.fake_worker import Agent, under
+from tests.fake_worker import Agent, forget, under
 from tests.servers import wait_until
 
 
@@ -105,8 +105,11 @@ def test_plain_torch_opens_it(tmp_path):
 
 def test_says_where_it_resumes(tmp_path, capsys, monkeypatch):
     """One line names directory, step and run."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "calm-fox-41")
-    save(tmp_path / "ckpt", 1240)
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "calm-fox-41")
+        forget()
+        save(tmp_path / "ckpt", 1240)
+    forget()
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     Checkpointer("ckpt/").restore()

@@ -12,6 +12,7 @@ from elasticrt.checkpoint.memory_tier import STEP_S_MIN, MemoryTier, lacks_room,
 from elasticrt.checkpoint.snapshot import Snapshots
 from elasticrt.checkpoint.state_copy import Buffers, plain_copy, tensors_of
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Copied
 from elasticrt.train.loop import Loop
 from tests.fake_worker import Agent, under
@@ -108,7 +109,7 @@ def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_an_agent_none_are_taken() -> None:
     """A script that runs by itself has nobody to keep its copies."""
-    copies = MemoryTier(None, 0.01)
+    copies = MemoryTier(WorkerEnv.from_env({}), 0.01)
     copies.begin(0.0, 0)
     assert not copies.due(1e12, 1024)
 

@@ -340,7 +340,6 @@ def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
     with under(Agent(), monkeypatch, page_fd=fd), contextlib.suppress(PreparationError):
         prepare(tmp_path / "data", build)
     assert (seen, page.building) == ([1], 0)
-    page.close()
     os.close(fd)
 
 

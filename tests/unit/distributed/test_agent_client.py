@@ -26,7 +26,7 @@ def step(number: int) -> Step:
 def test_no_agent_no_link():
     """Without an agent's variables there is no place and no link, and the status page is nobody else's."""
     forget()
-    assert (agent_client.worker_env(), agent_client.agent_link()) == (None, None)
+    assert (agent_client.worker_env().has_agent, agent_client.agent_link().linked) == (False, False)
     assert bytes(agent_client.status_page().words) == bytes(PAGE_BYTES)
 
 

@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import gc
 import torch.distributed as dist
-from elasticrt.distributed import process_groups as groups
+from elasticrt.distributed import regroup as groups
 
 groups.keep()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

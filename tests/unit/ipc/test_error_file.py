@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.errors import PreparationError
 from elasticrt.ipc.error_file import CALLSTACK_BYTES_MAX, MESSAGE_BYTES_MAX, Described, described, write_error_file
 from elasticrt.workers.failures import Remains, failure_of, raised
 from tests.unit.workers.states import worker
@@ -18,15 +19,15 @@ READ_BYTES = 1 << 18
 def test_an_exception_with_a_long_message_keeps_its_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
 ) -> None:
-    """However long a message is, and of whichever characters: type, beginning and final exit code reach the agent."""
+    """However long a message is, and of whichever characters: type and beginning reach the agent."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    write_error_file(ValueError("begins " + letter * 300_000), 6)
+    write_error_file(PreparationError("begins " + letter * 300_000))
     content = path.read_bytes()
     assert len(content) < READ_BYTES
     left = Remains(1, error_file=content.decode())
     failure, found = failure_of(worker("n", 0, 1), left), raised(left)
-    assert found.exception == "ValueError"
+    assert found.exception == "PreparationError"
     assert found.message.startswith("begins ")
     assert failure.final_code == 6
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, prepare
-from elasticrt.bootstrap.shutdown import write_error_file
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.event_log import EventLog
 from elasticrt.events import Ready
+from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.option_values import ERR

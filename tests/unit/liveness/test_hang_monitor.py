@@ -164,7 +164,6 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     monitor.hear(2, answer)
     monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
-    page.close()
     assert json.loads(json.dumps(monitor.said))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
@@ -193,7 +192,6 @@ def test_the_end_of_a_stand_is_seen_at_the_next_look(tmp_path: Path) -> None:
     for after_s, step, age_s in ((0.0, 4, 0.0), (1.0, 5, 0.0), (5.0, 5, 4.0), (6.0, 6, 0.0), (6.3, 7, 0.0)):
         page.step, page.entered, page.step_at_ns = step, step + 1, int((now + after_s - age_s) * 1e9)
         seen.append(monitor.look_closer(now + after_s, [page], group, 2, ask_s=[0.0]))
-    page.close()
     assert seen == [False, False, False, True, False]
 
 
@@ -212,7 +210,6 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
         monitor.is_to_ask(began + asked_at, first=True)
         monitor.blame(2, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
-    page.close()
     assert named == [[], [], [(0,)]]
 
 
@@ -237,7 +234,6 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
             monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
             assert monitor.is_to_ask(began, first=True)
             monitor.blame(2, {"n0": "", "n1": ""}, {"n1": waits}, {})
-    page.close()
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
     assert kept[1] == events.GoesOn(2, 5, 12.0)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
@@ -267,7 +263,6 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
         assert monitor.is_to_ask(looked_at, first=True)
         monitor.blame(2, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
-    page.close()
     assert seen == named
 
 
@@ -289,7 +284,6 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
         pages[0].waits += 1
         monitor.look_at_waits(1000.0 + 10 * look, {0: 0}, pages)
         monitor.compare(2, {"n1": {"waits": [[1, look * 2_000_000, look]]}})
-    pages[0].close()
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
 
@@ -321,7 +315,6 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
     assert found == [set(), set(), {7}], (
         "a worker that a signal has stopped is looked for, also when it gets another seat"
     )
-    page.close()
 
 
 def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
@@ -339,5 +332,4 @@ def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
     for tick in range(2, 70):
         monitor.look(now + tick / 10, [page], held=False)
         monitor.look_closer(now + tick / 10, [page], group, 2, ask_s=[])
-    page.close()
     assert not found.empty(), "the first step of a generation is looked at closely after five seconds"

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
 from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.data import sample_order
-from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save, Step
 from elasticrt.ipc.status_page import FIRST_BATCH, STACKS_SIGNAL, StatusPage
@@ -542,7 +541,6 @@ def test_several_loops_in_one_process(tmp_path, monkeypatch):
         assert script() == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2]]
         newest = agent.of(Save)[-1].commit
         total = page.step
-        agent_client.status_page().close()
     assert total == newest["total"] == 3 + 6 + 3 + 3 + 2
     again = Agent(head=newest["nonce"])
     again.heads = agent.heads
@@ -551,7 +549,6 @@ def test_several_loops_in_one_process(tmp_path, monkeypatch):
         assert again.of(Save) == []
         assert steps_of(tmp_path / "more", 1) == [0, 1, 2]
         assert again.of(Save)[-1].commit["total"] == total + 3
-    page.close()
 
 
 def test_loaders_that_do_not_fit(tmp_path):
@@ -607,7 +604,6 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
                 entered.append((page.entered, page.step))
                 run.train(batch)
                 run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=3)
-        agent_client.status_page().close()
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
     assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
@@ -615,7 +611,6 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
     assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
     assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
     assert len(steps) < 4
-    page.close()
 
 
 def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
@@ -646,11 +641,9 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
                     break
             between.append(page.stepping)
         between.append(page.stepping)
-        agent_client.status_page().close()
     assert set(inside) == {1}
     assert (set(paused), set(between)) == ({0}, {0})
     assert len(inside) == 2 * len(paused) == 2 * (PER_EPOCH + 3)
-    page.close()
 
 
 def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
@@ -675,8 +668,6 @@ def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
             for _ in range(20):
                 model(torch.ones(2, 3)).sum().backward()
             assert model._get_ddp_logging_data()["iteration"] == 24, "DDP alone would measure the 100th after the 10th"
-            agent_client.status_page().close()
-        page.close()
     finally:
         torch.distributed.destroy_process_group()
 
@@ -688,7 +679,6 @@ def test_shows_its_stacks(tmp_path, monkeypatch):
     with under(Agent(), monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         assert run.to_the_end(1) == [0]
-        agent_client.status_page().close()
         words = bytes(page.words)
         for _ in range(2):
             before = len(page.text())
@@ -696,7 +686,6 @@ def test_shows_its_stacks(tmp_path, monkeypatch):
             assert b"in test_shows_its_stacks" in page.text()[before:]
         assert bytes(page.words) == words
         faulthandler.unregister(STACKS_SIGNAL)
-    page.close()
 
 
 def test_scalars_that_are_none(tmp_path):

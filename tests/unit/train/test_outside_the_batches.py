@@ -58,7 +58,7 @@ class Script:
     def run(self, head: Act, batch: Act, tail: Act) -> None:
         """Two epochs. The three are called before, in and after the batches."""
         for _ in self.loop.epochs(2):
-            self.loop._world.in_place.possible = agent_client.agent_link() is not None
+            self.loop._world.in_place.possible = agent_client.agent_link().linked
             head(self)
             for (x,) in self.loop.batches(self.loader):
                 self.trained += 1
