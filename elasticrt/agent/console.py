@@ -326,9 +326,9 @@ class Console:
         self._summarize()
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
-        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
         if result.status == "failed" and leads:
             self.say(to_go_on(self.story), "summary")
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 
     def _summarize(self) -> None:
         """Say how the run went, as far as this node knows, and where more is told."""
