@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,13 +13,12 @@ from elasticrt.ipc.status_page import StatusPage
 
 
 @pytest.fixture
-def page() -> Iterator[StatusPage]:
+def page() -> StatusPage:
     """A page of which the agent has the same words."""
     fd = StatusPage.create()
     found = StatusPage(fd)
     os.close(fd)
-    yield found
-    found.close()
+    return found
 
 
 @pytest.mark.parametrize(
