@@ -41,12 +41,21 @@ def check_resumable(
     loader: object, sampler: AnySampler, position: Position, saved_world_size: int, world_size: int
 ) -> None:
     """Refuse to go on in the middle of an epoch if the samples that are left are unknown. Raises CheckpointError."""
-    iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    if sampler is None and iterable and position.batches and saved_world_size != world_size:
-        got = f"{world_size} processes, in the middle of an epoch that {saved_world_size} began"
-        remedy = "Resume with as many processes, or use a map-style dataset and ElasticBatchSampler"
-        what = "an IterableDataset can't be continued at another world size"
-        raise CheckpointError(what, "batches", got=got, remedy=remedy)
+    if is_stream(loader, sampler) and position.batches and saved_world_size != world_size:
+        raise rest_unknown(saved_world_size, world_size)
+
+
+def is_stream(loader: object, sampler: AnySampler) -> bool:
+    """Whether the samples come in an order that only the dataset knows."""
+    return sampler is None and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def rest_unknown(before: int, now: int) -> CheckpointError:
+    """The error where an epoch that `before` processes began is to go on with `now`, and its order is not known."""
+    got = f"{now} processes, in the middle of an epoch that {before} began"
+    remedy = "Resume with as many processes, use a map-style dataset and ElasticBatchSampler, or draw in loop.steps"
+    what = "an IterableDataset can't be continued at another world size"
+    return CheckpointError(what, "batches", got=got, remedy=remedy)
 
 
 def samples_per_batch(loader: object) -> int:

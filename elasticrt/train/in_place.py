@@ -167,9 +167,12 @@ class InPlace:
         return False
 
     def check_caught(self) -> None:
-        """Raise if a rank is lost, and so a collective of a step that its script has left without an error may be."""
+        """Raise if a rank is lost: the script may have caught the error of a collective, and go on without its result.
+
+        Before an optimizer steps, and where a step ends in which none has.
+        """
         if self._backend == "gloo" and self.possible and (self.overtaken or regroup.SOCKETS.lost_a_peer()):
-            raise dist.DistNetworkError("connection closed by peer: the step has caught the error, and has not stepped")
+            raise dist.DistNetworkError("connection closed by peer, and the script has caught the error")
 
     def check_results(self) -> None:
         """Raise if collectives of this step may have ended without their results.

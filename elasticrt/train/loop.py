@@ -25,7 +25,7 @@ from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_batch
+from elasticrt.train.batches import check_loader, check_resumable, feed, is_stream, rest_unknown, samples_per_batch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -259,10 +259,14 @@ class Loop:
         resumed = number == 1 and state.position.batches > 0
         beginning = state.numbers.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
-        epoch, moves = state.position.epoch, world.moves
+        epoch, moves, size = state.position.epoch, world.moves, world.size
         batch, share = None, None
         # Where the others were in another epoch, and this rank has taken over their state, this one's batches are over.
         while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
+            if moves != world.moves and state.position.batches and is_stream(loader, state.sampler):
+                if world.ends_with(self._saving.last):
+                    raise rest_unknown(size, world.size)
+                continue
             if moves != world.moves and state.sampler is not None:
                 # In another place this rank has other samples. Beginning anew leaves no trace in the random numbers.
                 drawn.close()
@@ -542,6 +546,8 @@ class Loop:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
+        if self._undo.in_step:
+            self._world.in_place.check_caught()
         self._world.in_place.check_results()
         validation.check_optimizer(
             outside=self._has_blocks and not self._undo.in_step,

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  Everybody calls it F.
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Everybody calls it DDP.
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elasticrt
 from elasticrt.distributed.agent_client import status_page, worker_env
@@ -533,6 +533,46 @@ def caught(trial: Trial) -> None:
     trial.end(model)
 
 
+def caught_and_stepped(trial: Trial) -> None:
+    """The script catches what fails in the backward pass, and lets its optimizer step all the same."""
+    data, sampler, model, optimizer = parts()
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                try:
+                    F.mse_loss(model(x), y).backward()
+                except RuntimeError:
+                    optimizer.zero_grad()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+    trial.end(model)
+
+
+class Stream(IterableDataset[Any]):
+    """Each rank's own samples, in an order that only it knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Numbers()[index] for index in range(dist.get_rank(), SAMPLES, dist.get_world_size()))
+
+
+def streamed(trial: Trial) -> None:
+    """The samples come from a stream."""
+    _, _, model, optimizer = parts()
+    loop = trial.loop(model=model, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(Stream(), batch_size=2)):
+            with loop.step():
+                F.mse_loss(model(x), y).backward()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+
+
 def grouped(trial: Trial) -> None:
     """A process group of the script's own, made once, adds up the gradients."""
     model, group = net(), dist.new_group()
@@ -742,7 +782,7 @@ WAYS: dict[str, Callable[[Trial], None]] = {
         accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, changed_since, in_a_closure,
         outside, simple, compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
         without_sampler, frozen,
-        caught, grouped, scheduled_after, wrapped_anew,
+        caught, caught_and_stepped, grouped, scheduled_after, streamed, wrapped_anew,
     )
 }  # fmt: skip
 

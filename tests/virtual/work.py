@@ -174,8 +174,9 @@ class Work:
                 require(done, "S8", f"{process.name} was told that a commit is done, and it is not")
             elif "unknown" not in reply.reason and "does not answer" not in reply.reason:
                 # Once its generation is over nobody is left to be misled.
+                over = errand.request.commit["generation"] < self.history.number()
                 require(
-                    not there or errand.generation < self.history.number(),
+                    not there or over,
                     "S8",
                     f"{process.name} was told '{reply.reason}' of a commit that is done",
                 )
