@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
+from elasticrt.ipc.collateral_errors import NOT_LET_GO
 from elasticrt.ipc.wording import was_slow
 from elasticrt.story.buckets import (
     AGREE,
@@ -424,7 +425,7 @@ class Story:
                 self._step(event, at)
             case events.Progress():
                 self._progressed(event, node, at)
-            case events.WorkerEnded() if event.failure and not event.collateral:
+            case events.WorkerEnded() if event.failure and (not event.collateral or NOT_LET_GO in event.failure):
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
             case events.Committed():
                 self._committed(event, at)

@@ -180,3 +180,13 @@ def test_who_was_killed_is_named():
     assert [(each.node, each.what) for each in told.troubles] == [("a", "a lost"), ("b", "b lost")]
     assert (etcd_too.chapter.kind, etcd_too.chapter.cause) == ("lost", "a, b lost (killed)")
     assert [(each.node, each.what) for each in etcd_too.troubles] == [(each, f"{each} lost (killed)") for each in "ab"]
+
+
+def test_a_survivor_that_was_replaced_is_told_of():
+    """It is no cause, and a healthy process all the same. Other collateral failures are not told of."""
+    ends = [
+        events.WorkerEnded(1, rank, 7, 1, f"rank {rank} on a: {what}", collateral=True)
+        for rank, what in ((0, "connection closed by peer"), (1, "was replaced: gloo did not let it go"))
+    ]
+    told = story([*THREE_STEPS, *((7.0, "a", each) for each in ends)])
+    assert [each.what for each in told.troubles] == ["rank 1 on a: was replaced: gloo did not let it go"]
