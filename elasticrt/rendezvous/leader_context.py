@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -340,15 +340,27 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     """A member with as many workers ready as its report of a failure says, if that is newer than its key.
 
     A report is written before the key. But a member that was cut off registers first, and only then says what has
-    happened since its last report.
+    happened since its last report. The key of a member that has not told yet that it has taken its seat is older than
+    what the seat was made of.
     """
     report = view.reports.get(entry.record.node)
-    if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
-        return entry
-    if report.mod_revision < entry.mod_revision:
-        return entry
-    newer = {"ready": report.record.ready, "has_state": report.record.has_state}
+    seat = view.seat_of(entry.record.node, entry.record.incarnation)
+    told = report is not None and report.record.status == "failed"
+    if report is not None and told and report.record.incarnation == entry.record.incarnation:
+        newer = {"ready": report.record.ready, "has_state": report.record.has_state}
+        return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
+    if seat is not None and _goes_on_unheard(view, entry) and entry.record.ready < seat.workers:
+        return _with(entry, {"ready": seat.workers})
+    return entry
+
+
+def _with(entry: Stored[Member], newer: Mapping[str, object]) -> Stored[Member]:
     return replace(entry, record=entry.record.model_copy(update=newer))
+
+
+def _goes_on_unheard(view: View, entry: Stored[Member]) -> bool:
+    """Whether a member has a seat in place of which its key does not tell yet."""
+    return view.generation is not None and view.generation.record.in_place and entry.record.generation < view.number
 
 
 def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tuple[Copy | None, Stored[Member] | None]:

@@ -126,6 +126,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node comes back without the state that its last report has told of",
     ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
+    "a key counts, and not the seat that it does not tell of": ("L9", 1333001),
     "followers are not told that workers go on": (
         "L1",
         "too few are ready, and a newcomer hears of the survivor only from the leader",

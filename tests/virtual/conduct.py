@@ -273,7 +273,9 @@ class Conduct:
             return
         groups = [self.sim.processes[name].group for name in seats]
         known = [each for group in groups for each in (*group.workers, *group.dead)]
-        lately = self.sim.engine.now - 2.0 - self.sim.slack
+        # What has died lately, or while etcd was away, may not have been told.
+        now, slack = self.sim.engine.now, self.sim.slack
+        lately = min(now - 2.0, self.sim.down_since if self.sim.down_until > now - slack else now) - slack
         having = [each for each in known if each.generation and each.whole and each.died_at > lately]
         # What an agent had that was started again meanwhile is not known any more; the transaction may arrive late.
         lives = {name: self.sim.processes[name].me for name in seats}

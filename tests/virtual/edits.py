@@ -156,7 +156,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_VIEW, "View.newest_verdict", "gone.life if gone is not None", "gone.life if False"),
     ),
     "an old report counts, and not the key that is newer": ((_LED, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
-    "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
+    "a key counts, and not the report that is newer": ((_LED, "as_reported", "else _with(entry, newer)", "else entry"),),
+    "a key counts, and not the seat that it does not tell of": ((_LED, "as_reported", "_with(entry, {", "entry if True else _with(entry, {"),),
     "followers are not told that workers go on": (
         (_A + "joining", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
     ),

@@ -251,6 +251,8 @@ class Faults:
     def outage(self, process: None, fault: Fault) -> None:
         """Nobody reaches etcd; its leases run on."""
         self.sim.trouble_at = self.sim.engine.now + fault.for_s
+        if self.sim.down_until < self.sim.engine.now:
+            self.sim.down_since = self.sim.engine.now
         self.sim.down_until = max(self.sim.down_until, self.sim.engine.now + fault.for_s)
 
     def etcd_restart(self, process: None, fault: Fault) -> None:

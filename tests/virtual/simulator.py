@@ -99,7 +99,7 @@ class Simulator:
         self.spoilt: set[str] = set()
         self.trainings: dict[str, Training] = {}
         self.process_groups: dict[str, ProcessGroup] = {}
-        self.down_until = 0.0
+        self.down_until = self.down_since = 0.0
         self.trouble_at = 0.0
         self.cut_etcd: dict[str, float] = {}
         self.cut_peers: dict[str, float] = {}

@@ -220,6 +220,19 @@ def test_a_key_that_is_newer_than_a_report_counts() -> None:
     assert not as_reported(older, entry).record.has_state
 
 
+@pytest.mark.parametrize(("in_place", "told", "ready"), [(True, False, 2), (True, True, 1), (False, False, 1)])
+def test_a_seat_counts_until_its_node_tells_that_it_has_taken_it(in_place: bool, told: bool, ready: int) -> None:
+    """L9: the report that the seat was made of went with its generation, and the key is older."""
+    view = running(2).members["n0"].view
+    assert view.generation is not None
+    record = view.generation.record.model_copy(update={"in_place": in_place})
+    seats = {**view.seats, "n1": view.seats["n1"].model_copy(update={"workers": 2})}
+    view = replace(view, generation=replace(view.generation, record=record), seats=seats)
+    entry = view.members["n1"]
+    key = entry.record.model_copy(update={"ready": 1, "generation": view.number - (not told)})
+    assert as_reported(view, replace(entry, record=key)).record.ready == ready
+
+
 @pytest.mark.parametrize("node", ["n0", "n1"])
 def test_a_node_whose_workers_have_failed_keeps_its_life_while_the_kernel_takes_them_apart(node: str) -> None:
     """L7: a GPU's memory is given back late: the others agree, the node waits for its seat in the same life."""
