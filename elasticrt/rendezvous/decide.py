@@ -455,9 +455,9 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
     """Fence the dead at once, and the silent only while they are fewer than half of the generation.
 
     A leader that hears nothing from half of the others must suspect itself. With two nodes neither can tell which one
-    is cut off, so a whole lease term decides in which etcd has kept both keys. Steps that go on meanwhile show that all
-    nodes are there. A node that answers but has no key gets a lease term to register again: etcd can lose every lease
-    at once.
+    is cut off, so a whole lease term decides in which etcd has kept both keys, with another question before its end.
+    Steps that go on meanwhile show that all nodes are there. A node that answers but has no key gets a lease term to
+    register again: etcd can lose every lease at once.
     """
     verdicts = led.view.verdicts
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]
@@ -465,18 +465,22 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
         if key is not None and verdict is not None and verdict.kind == "dead":
             return Fence(f"{seat.node} does not exist any more", key)
     silent = [
-        (seat, key, verdict.asked_at)
+        (seat, key, verdict)
         for seat, key, verdict in here
         # Not with a key that is younger than the silence: its node was fenced, and has come back since.
         if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
     if silent and (led.failed_since is not None or led.standing_since is not None):
-        seat, key, asked_at = silent[0]
-        term_over = asked_at + led.spec.lease_ttl_s
+        seat, key, verdict = silent[0]
         if not led.isolated:
             return Fence(f"{seat.node} is silent", key)
+        term_over = max(verdict.since, key.since) + led.spec.lease_ttl_s
+        ask_again = term_over - AT_ONCE_S
+        if led.now >= ask_again > verdict.asked_at:
+            return Probe("is that still so?", tuple(each for each, _, _ in silent))
         if led.now < term_over:
-            return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
+            until = ask_again if led.now < ask_again else term_over
+            return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", until)
         if len(led.seats) == 2:
             return Fence(f"{seat.node} has been silent for a whole lease term", key)
         # Their leases live, and it is unlikely that most of a run is cut off: this node is.

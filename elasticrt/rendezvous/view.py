@@ -13,6 +13,7 @@ member key and the leader's, so that a thousand members cost a thousand watches 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,10 +58,14 @@ class Stored(Generic[R]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing."""
+    """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing.
+
+    `asked_at`: when; `since`: when the first of the questions was put that had this answer in a row.
+    """
 
     kind: Literal["alive", "dead", "silent"]
     asked_at: float
+    since: float = -math.inf
 
 
 class Vanished(NamedTuple):
@@ -214,6 +219,8 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
+        if not view.complete:  # A key that was seen to go before may have come back, and gone again, unseen.
+            view = replace(view, vanished={node: gone._replace(at=now) for node, gone in view.vanished.items()})
         oldest = min(present.values(), key=lambda kv: kv.create_revision, default=None)
         view = replace(view, complete=True, oldest=oldest.key[len(keys.members) :] if oldest else None)
     nonce = view.generation.record.nonce if view.generation else ""
@@ -247,7 +254,9 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
 
 def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
     """Fold the answer of a probe."""
-    return replace(view, verdicts={**view.verdicts, incarnation: verdict})
+    before = view.verdicts.get(incarnation)
+    since = before.since if before is not None and before.kind == verdict.kind else verdict.asked_at
+    return replace(view, verdicts={**view.verdicts, incarnation: replace(verdict, since=since)})
 
 
 def wanted_reads(view: View, keys: Keys) -> tuple[str, ...]:

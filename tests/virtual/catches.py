@@ -11,6 +11,11 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "everybody leads": ("S1", "a node is killed"),
     "the youngest leads": ("L1", "a key is made anew unseen"),
     "silence fences a majority": ("L4", "the leader is out of its peers' reach"),
+    "of two a silent one is given up without another question": (
+        "L6",
+        "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
+    ),
+    "what went before a leader saw all keys is as old as it was then": ("L7", 1349531),
     "a member forgets that it did not hear the leader of before": (
         "L4",
         "a member does not hear the leader, and then not the next one either",
@@ -334,6 +339,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node is out of its peers' reach",
     ),
     "_fence_or_wait without: not led.isolated": ("L1", "a node is out of its peers' reach"),
+    "_fence_or_wait without: led.now >= ask_again > verdict.asked_at": (
+        "L6",
+        "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
+    ),
     "_fence_or_wait without: keyless": ("L7", "a member without a key is waited for"),
     "_lost_at without: led.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
     "_lost_at without: led.key_of(seat) is not None": ("L7", "a former leader publishes"),

@@ -37,6 +37,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "silence fences a majority": (
         (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
+    "of two a silent one is given up without another question": (
+        (_DECIDE, "_fence_or_wait", "if led.now >= ask_again > verdict.asked_at:", "if False:"),
+    ),
+    "what went before a leader saw all keys is as old as it was then": ((_VIEW, "apply_range", "if not view.complete:", "if False:"),),
     "a member forgets that it did not hear the leader of before": (
         (_DECIDE, "_without_leader", "life not in lives and said.asked_at >= since", "life == leader.record.incarnation"),
     ),

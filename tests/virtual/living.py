@@ -63,6 +63,7 @@ class Worker:
         self.page = Words()
         self.incarnation = owner.process.agent.member.me.record.incarnation
         self.attempt = env.attempt
+        self.former: set[int] = set()  # Generations that it has lived through.
         self.alive, self.stopping, self.told, self.left = True, False, False, False
         self.seated = False
         self.trained: Trained = () if env.beside else self._beginning()
@@ -266,7 +267,7 @@ class Worker:
             if reply.reason.startswith(UNSURE):
                 self.saving = (0, commit)  # Not answered yet.
                 self.later(ASK_AGAIN_S, self._commit_again, commit)
-            elif reply.ok:
+            elif reply.ok and commit.generation == self.own.generation:
                 self.head = self.parent = commit.nonce
             return
         if self.group is not None or self.waiting or reply.request != self.requests:

@@ -109,6 +109,14 @@ LOSSES: list[Plan] = [
         commits_within_s=2.0,
         generations_max=3,
     ),
+    story(
+        "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
+        2,
+        Fault(6.0, "cut_peers", "n1", 4.6),
+        Fault(6.1, "collateral_first", "n0"),
+        generations_max=2,
+        safety_s=25.0,
+    ),
     story("a node leaves", 3, Fault(5.0, "leave", "n1"), commits_within_s=2.6, generations_max=3),
     story(
         "a node is out of its peers' reach",

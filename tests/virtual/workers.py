@@ -274,6 +274,7 @@ class VirtualGroup:
         worker = self._worker(local_rank, generation)
         if worker is None or worker.told:
             return False
+        worker.former.add(worker.env.generation)
         worker.env = env
         worker.page.stop = worker.page.go = worker.page.save = 0
         self._newest = env.generation
@@ -350,7 +351,8 @@ class VirtualGroup:
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
         """See `WorkerGroup`."""
-        worker = self._worker(local_rank, generation)
+        moved = (each for each in self.workers if each.env.local_rank == local_rank and generation in each.former)
+        worker = self._worker(local_rank, generation) or next(moved, None)
         if worker is not None and not worker.told:
             worker.later(0.0, worker.answered, message)
         group = self.groups.get(generation or 0)
