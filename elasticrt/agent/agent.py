@@ -457,24 +457,25 @@ class Agent(Side):
                 self.console.close_last_line()
                 self.console.events.write(events.Leaves(decision.reason))
                 self.console.say(f"leaving: {decision.reason}", "leaving")
-                reached = self.node.progress.reached
-                if self.member.me.record.draining and not decision.saving and not decision.others_go_on:
+                reached, away = self.node.progress.reached, self.member.outage.since is not None
+                unagreed = away or self.member.me.record.draining
+                if unagreed and not decision.saving and not decision.others_go_on:
                     # Nobody goes on, and what was to be saved was not agreed on in time.
                     decision = replace(decision, saving=reached)
                 self.node.progress.remember()
                 self.node.progress.tell()  # `stop` looks at the last step when the key is gone.
-                told = self.membership.leave(self.member, seat_too=True)
+                self.membership.leave(self.member, seat_too=True)
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 self.membership.proxy.close(CLOSE_S)  # A commit under way is to be known below.
-                late_after = reached if self.late else 0
-                asks = told and (saves or late_after or self.console.narrates)
+                late_after = reached if self.late or away else 0
+                asks = saves or late_after or self.console.narrates
                 head, known = self._newest() if asks else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.saving)
                 if self.node.misfit is None or decision.saving:
-                    self.console.left(decision, head, lost=lost, late_after=late_after if known else 0)
+                    self.console.left(decision, head, lost=lost, late_after=late_after if known or away else 0)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED
@@ -514,16 +515,17 @@ class Agent(Side):
     def _newest(self) -> tuple[Commit | None, bool]:
         """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
 
-        One that this node has committed or heard of is on its disk, also when etcd has forgotten it.
+        One that this node has committed or heard of is on its disk, also when etcd has forgotten it. The node of rank 0
+        has committed all of its generation itself.
         """
-        heard = self.member.view
+        heard, found, answered = self.member.view, None, self.member.outage.since is None
         try:
-            found = self.membership.driver.run(self.member.newest_head())
+            found = self.membership.driver.run(self.member.newest_head()) if answered else None
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
-            return None, False
+            answered = False
         known = [each for each in (found, self.saved, heard.head.record if heard.head else None) if each is not None]
-        return max(known, key=lambda each: each.reached, default=None), True
+        return max(known, key=lambda each: each.reached, default=None), answered or self.node.is_first
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""

@@ -181,6 +181,11 @@ class CheckpointDirectory:
         stem = commit.file.removesuffix(PAYLOAD)
         self._opened().rename(stem + DRAFT, stem + MANIFEST)
 
+    def discard(self, commit: Commit) -> None:
+        """Delete a checkpoint whose commit was refused. Raises OSError."""
+        for name in (commit.file.removesuffix(PAYLOAD) + DRAFT, commit.file):
+            self._opened().remove(name)
+
     def tidy(self, head: str) -> None:
         """Delete what is no longer needed now that `head` is committed. Raises OSError."""
         directory = self._opened()

@@ -273,6 +273,9 @@ class Checkpointer:
             if refusal.startswith(TAKEN):
                 raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
             why, repeated = refusal.removeprefix(OVER), refusal.startswith(OVER)
+            if not repeated:  # One of a generation that is over may have been committed, unheard.
+                with contextlib.suppress(OSError):
+                    self._directory.discard(commit)
             self._missed(RuntimeError, step, draft.commit.generation, why, repeated=repeated)
             return
         _unsaved.pop(self._directory.path, None)

@@ -264,6 +264,8 @@ class Member:
         for txn in transactions.roster(keys, generation.nonce, chunks):
             yield Transact(txn)
         absent = sorted(self.view.seats.keys() - self.view.members.keys())
+        # A key that somebody has overwritten is no member's, and there it stays.
+        absent = [node for node in absent if keys.member(node) not in self.view.unreadable]
         txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None, absent)
         discard = transactions.discard_roster(keys, generation.nonce) if chunks else None
         if not (yield from self.replica.write(txn, otherwise=discard)):

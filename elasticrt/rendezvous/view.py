@@ -60,7 +60,8 @@ class Stored(Generic[R]):
 class Verdict:
     """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing.
 
-    `asked_at`: when; `since`: when the first of the questions was put that had this answer in a row.
+    `asked_at`: when; `since`: when the first question was put that had this answer in a row, with at most a lease
+    term between two.
     """
 
     kind: Literal["alive", "dead", "silent"]
@@ -254,8 +255,10 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
 
 def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
     """Fold the answer of a probe."""
-    before = view.verdicts.get(incarnation)
-    since = before.since if before is not None and before.kind == verdict.kind else verdict.asked_at
+    before, since = view.verdicts.get(incarnation), verdict.asked_at
+    if before is not None and before.kind == verdict.kind and view.spec is not None:
+        in_a_row = verdict.asked_at - before.asked_at <= view.spec.record.spec.lease_ttl_s
+        since = before.since if in_a_row else since
     return replace(view, verdicts={**view.verdicts, incarnation: replace(verdict, since=since)})
 
 
@@ -324,7 +327,9 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.all_reports):
             return _report(view, keys, key, change.value, now)
         if key == keys.checkpoint:
-            return replace(view, head=_entry(Commit, key, change.value, view.head, now))
+            gone = change.value is None and view.head is not None
+            lost = "the record of the newest checkpoint is gone" if gone else view.lost
+            return replace(view, head=_entry(Commit, key, change.value, view.head, now), lost=lost)
         if key == keys.handover:
             return replace(view, asked=_entry(HandoverRecord, key, change.value, view.asked, now))
         if key == keys.spec:

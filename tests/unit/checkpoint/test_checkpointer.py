@@ -365,7 +365,7 @@ def test_directory_replaced_while_running(tmp_path, caplog):
     directory.mkdir()
     saver.save(state(2), step=2)
     assert saver.wait()
-    assert "another directory" in caplog.text
+    assert "is not the directory of the start" in caplog.text
     assert list(directory.iterdir()) == []
 
 
