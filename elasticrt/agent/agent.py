@@ -496,9 +496,9 @@ class Agent(Side):
         return self.member.me.record.draining or bool(self.member.me.leaving)
 
     def _begin_to_leave(self, reason: str) -> None:
-        """Leave by a handover, or at once if that is under way already, or not possible without etcd."""
+        """Leave by a handover, or at once if that is under way already. It waits for etcd, as long as it may take."""
         member = self.member
-        if self._leaves or member.outage.since is not None:
+        if self._leaves:
             member.me = replace(member.me, leaving=member.me.leaving or reason)
         else:
             self.drain(reason)
