@@ -338,6 +338,8 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
             return _result(view, key, change.value, now)
     except UnreadableRecord:
         # A foreign value must not stop a run: it counts as absent, and the reader of the view says so once.
+        if key.startswith(keys.members):
+            view = _member(view, key, key[len(keys.members) :], None, now)
         return replace(view, unreadable=view.unreadable | {key})
     return view
 

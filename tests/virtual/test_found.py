@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticrt.errors import StoreError
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Ask, File, Wait, Withdraw
@@ -238,3 +239,29 @@ def test_a_node_whose_workers_have_failed_keeps_its_life_while_the_kernel_takes_
     """L7: a GPU's memory is given back late: the others agree, the node waits for its seat in the same life."""
     plan = story("reaped late", 3, Fault(6.0, "worker_killed", node), in_place=True, loops=True, reap_s=0.3)
     assert "Rejoin" not in simulate(plan).log
+
+
+def test_a_head_that_is_deleted_ends_the_run() -> None:
+    """E17: nothing could be saved any more, as the record of what was saved before is gone: data lost, exit code 4."""
+    world = running(2)
+    leader = world.members["n0"]
+    keys = leader.keys
+    head = Commit(
+        step=3, epoch=0, generation=1, nonce="a" * 16, parent="", directory="/ckpt", file="a", digest="d" * 64, size=1
+    )
+    for operation in (Put(keys.checkpoint, head.to_json().encode()), Delete(keys.checkpoint)):
+        leader.store.commit(Txn((), (operation,)))
+        world.settle()
+    result = leader.view.result
+    assert result is not None
+    assert (result.code, result.reason) == (4, "the record of the newest checkpoint is gone: data lost")
+
+
+def test_a_member_whose_key_is_overwritten_is_left_out() -> None:
+    """E17: what stands there by hand is nobody's; the others go on without that node, and the key stays."""
+    world = running(3)
+    leader, key = world.members["n0"], world.members["n0"].keys.member("n2")
+    world.members["n2"].crash()
+    leader.store.commit(Txn((), (Put(key, b"{garbage"),)))
+    world.pass_time(10.0)
+    check_ranks(world, 2, ["n0", "n1"])

@@ -443,7 +443,7 @@ def test_commits_go_through_the_agent(tmp_path, monkeypatch):
 
 
 def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch):
-    """When the generation is over the file stays an orphan, the agent is told, and training goes on (F08)."""
+    """Its files are deleted, the agent is told, and training goes on (F08)."""
     save(tmp_path, 1)
     head = commit_of(tmp_path, 1)
     agent = Agent(head="0123456789abcdef")
@@ -452,7 +452,7 @@ def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch):
         wait_until(lambda: agent.of(Unsaved), "the agent is told")
         assert [each.reason for each in agent.of(Unsaved)] == [f"the head is 0123456789abcdef ({tmp_path})"]
         assert saver._head.known.step == 1
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert [path.suffix for path in sorted(tmp_path.glob("step-*"))] == [".json", ".pt"]
     assert restored(tmp_path) == 1
 
 
