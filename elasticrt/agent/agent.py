@@ -515,17 +515,18 @@ class Agent(Side):
     def _newest(self) -> tuple[Commit | None, bool]:
         """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
 
-        One that this node has committed or heard of is on its disk, also when etcd has forgotten it. The node of rank 0
-        has committed all of its generation itself.
+        One that this node has committed or heard of is on its disk, also when etcd has forgotten it. One alone in its
+        generation knows all of them.
         """
         heard, found, answered = self.member.view, None, self.member.outage.since is None
+        alone = heard.generation is not None and heard.generation.record.nodes == 1
         try:
             found = self.membership.driver.run(self.member.newest_head()) if answered else None
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             answered = False
         known = [each for each in (found, self.saved, heard.head.record if heard.head else None) if each is not None]
-        return max(known, key=lambda each: each.reached, default=None), answered or self.node.is_first
+        return max(known, key=lambda each: each.reached, default=None), answered or alone
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""

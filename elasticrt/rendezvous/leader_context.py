@@ -309,7 +309,8 @@ def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:
     saves = led.generation.waits or (asked is not None and asked.record.save)
     left = led.failed_since is None and all(led.said(seat, "left") for seat in lost)
     done = any(seat in lost or led.said(seat, "held") for seat in first)
-    if not (saves and left) or done or led.now >= until:
+    unmet = led.generation.waits and led.standing_since is not None  # They have left before all had met.
+    if not (saves and left) or done or unmet or led.now >= until:
         return None
     return Wait(f"{list_names(seat.node for seat in first)} saves the agreed step", until)
 

@@ -173,7 +173,7 @@ def _resize_command(cluster: Cluster) -> dict[str, int]:
     [
         pytest.param(_one_worker, (3, 3), False, id="W02-worker", marks=pytest.mark.slow),
         pytest.param(_last_node, (3, 2), False, id="A01-node", marks=pytest.mark.slow),
-        pytest.param(_rank_zero, (3, 2), False, id="W03-node-with-rank-0"),
+        pytest.param(_rank_zero, (3, 2), False, id="W03-node-with-rank-0", marks=pytest.mark.slow),
         pytest.param(_first_started, (3, 2), False, id="A07-first-started-node", marks=pytest.mark.slow),
         pytest.param(_leave, (3, 2), True, id="A02-leave-by-SIGTERM", marks=pytest.mark.slow),
         pytest.param(_join, (3, 4), True, id="L4-join", marks=pytest.mark.slow),

@@ -150,6 +150,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "those that have the state leave, and the others start anew": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
+    "a rank that never met the others is to save": ("L1", 1355375),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (
         "S10",
