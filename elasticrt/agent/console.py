@@ -19,7 +19,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.proc import machine
 from elasticrt.ipc.std_streams import Unwritable, write
-from elasticrt.ipc.wording import counted, which_steps_are_saved
+from elasticrt.ipc.wording import counted, how_to_go_on, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Result
@@ -303,10 +303,10 @@ class Console:
             if stand is not None and stand.culprit.ranks:
                 why = f"; {stand.told(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
-        saved = f"{which_steps_are_saved(reached)}; " if (reached or behind) and not lost else ""
+        saved = which_steps_are_saved(reached) if (reached or behind) and not lost else ""
         if behind and not lost:
-            saved += f"the node of rank 0 says whether step {behind:,} is; "
-        self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
+            saved += f"; the node of rank 0 says whether step {behind:,} is"
+        self.say(how_to_go_on(self._settings.run_id, saved))
 
     def stopped(self, code: int) -> None:
         """This agent ends with `code`. If it was never a member, its name may be another agent's: no event then."""

@@ -93,17 +93,15 @@ class Membership:
         member.begin_anew()
         self.open(member)
 
-    def leave(self, member: Member, *, seat_too: bool = False) -> bool:
+    def leave(self, member: Member, *, seat_too: bool = False) -> None:
         """Delete the member key, whatever state it is in; with `seat_too` its seat is given up as well.
 
-        Returns whether etcd has answered. If not, the key is deleted when the lease ends.
+        If etcd does not answer, the key is deleted when the lease ends.
         """
         try:
             self.driver.run(member.leave(seat_too=seat_too))
         except StoreError as error:
             log.warning("etcd could not be told: %s; the lease will tell the others", error)
-            return False
-        return True
 
     def close(self) -> None:
         """Stop the watches, revoke the lease, close the connections."""

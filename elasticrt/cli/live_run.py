@@ -14,7 +14,6 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.proc import machine
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
@@ -23,7 +22,6 @@ from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
-from elasticrt.story.fold import Story
 from elasticrt.story.sentences import state
 
 E = TypeVar("E", bound=EtcdOptions)
@@ -74,12 +72,9 @@ def _lives_here(directory: Path) -> bool:
         story = run_dir.read(directory)
     except ConfigError:  # Events without the start of an agent: nobody can tell where it lives.
         return False
-    return story.result is None and bool(story.alive()) and (find(directory.name) is not None or _has_processes(story))
-
-
-def _has_processes(story: Story) -> bool:
-    """Whether an agent of the run is a process on this machine."""
-    return any(story.clocks.machines.get(node) == machine() for node in story.alive())
+    if story.result is not None or not story.alive():
+        return False
+    return find(directory.name) is not None or bool(run_dir.alive_here(story))
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
@@ -163,7 +158,7 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
         return (served.address,)
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     # Its agents have accepted it. A socket is of use on its machine, and of a bundled etcd as long as they live.
-    if story is not None and (story.etcd.startswith("http") or (story.result is None and _has_processes(story))):
+    if story is not None and (story.etcd.startswith("http") or (story.result is None and run_dir.alive_here(story))):
         return parse_endpoints(story.etcd)
     if story is not None and (story.result is not None or not story.alive()):
         raise has_ended(run_id, state(story))

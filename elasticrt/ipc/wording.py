@@ -26,6 +26,11 @@ def _of_a_step(own_s: float, others_s: float) -> str:
     return f"{own_s * 1e3:.0f} ms of a step, that of the others {others_s * 1e3:.0f} ms"
 
 
+def how_to_go_on(run_id: str, saved: str = "") -> str:
+    """How a run that has ended before its script did goes on. `saved`: what is, in words."""
+    return "; ".join(filter(None, (saved, f"to go on: the same command, with --run-id {run_id}")))
+
+
 def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
     """Up to which step a run is saved, and which of its steps are not, after a leave that was to save `left_after`.
 

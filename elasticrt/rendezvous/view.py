@@ -255,10 +255,9 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
 
 def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
     """Fold the answer of a probe."""
-    before, since = view.verdicts.get(incarnation), verdict.asked_at
-    if before is not None and before.kind == verdict.kind and view.spec is not None:
-        in_a_row = verdict.asked_at - before.asked_at <= view.spec.record.spec.lease_ttl_s
-        since = before.since if in_a_row else since
+    before, term_s = view.verdicts.get(incarnation), view.spec.record.spec.lease_ttl_s if view.spec else 0.0
+    in_a_row = before is not None and before.kind == verdict.kind and verdict.asked_at - before.asked_at <= term_s
+    since = before.since if before is not None and in_a_row else verdict.asked_at
     return replace(view, verdicts={**view.verdicts, incarnation: replace(verdict, since=since)})
 
 

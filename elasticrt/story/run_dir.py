@@ -78,8 +78,13 @@ def read(directory: Path) -> Story:
 
 def dead_here(story: Story) -> list[str]:
     """The nodes of this machine whose agents are processes no more, and have noted no end: they were killed."""
-    here = [node for node in story.alive() if story.clocks.machines.get(node) == machine()]
-    return [node for node in here if stat(story.pid(node)) is None]
+    return [node for node in alive_here(story) if stat(story.pid(node)) is None]
+
+
+def alive_here(story: Story) -> list[str]:
+    """The nodes of this machine whose agents run, as far as is known."""
+    here = machine()
+    return [node for node in story.alive() if story.clocks.machines.get(node) == here]
 
 
 def has_events(directory: Path) -> bool:

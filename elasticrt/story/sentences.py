@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
-from elasticrt.ipc.wording import counted, slow_node
+from elasticrt.ipc.wording import counted, how_to_go_on, slow_node
 from elasticrt.story.fold import Chapter, Story, no_step
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
@@ -132,8 +132,7 @@ def state(story: Story, now: float | None = None) -> str:
 
 def to_go_on(story: Story) -> str:
     """How a run that has ended before its script did goes on."""
-    saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
-    return f"{saved}to go on: the same command, with --run-id {story.run_id}"
+    return how_to_go_on(story.run_id, f"step {story.checkpoint:,} is saved" if story.checkpoint else "")
 
 
 def _state_now(story: Story, now: float) -> str:
