@@ -251,6 +251,8 @@ def main() -> None:
                 FAULTS.at("before optimizer")
                 if not OPTIONS.get("hand") or loop.steps_done % 2:  # By hand: gradients of two steps are added up.
                     optimizer.step()
+                    if OPTIONS.get("ahead"):
+                        answer(ctx)
                     FAULTS.at("after optimizer")
                     optimizer.zero_grad()
                     scheduler.step()
@@ -302,7 +304,7 @@ def size() -> tuple[int, int, int]:
 
 
 def one_after_the_other(ctx: elasticrt.Context) -> None:
-    """The last rank tells the others in turn, and may die after the first has heard: that one then finishes the step,
+    """The last rank tells the others in turn, and may die when the first has stepped: that one then finishes the step,
     and the rest cannot."""
     word, teller = torch.zeros(1), ctx.world_size - 1
     if ctx.rank != teller:
@@ -310,7 +312,14 @@ def one_after_the_other(ctx: elasticrt.Context) -> None:
         return
     for rank in range(teller):
         dist.send(word, rank)
+        dist.recv(word, rank)
         FAULTS.at("told one")
+
+
+def answer(ctx: elasticrt.Context) -> None:
+    """Tell the last rank that this one's optimizer has stepped."""
+    if ctx.rank != ctx.world_size - 1:
+        dist.send(torch.zeros(1), ctx.world_size - 1)
 
 
 if __name__ == "__main__":
