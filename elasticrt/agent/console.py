@@ -14,6 +14,7 @@ from elasticrt.agent.doing import SHOWN_AFTER_S, Doing, in_words
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.agent.store_discovery import Meeting
+from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
@@ -326,7 +327,8 @@ class Console:
         self._summarize()
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
-        if result.status == "failed" and leads:
+        # A checkpoint that can't be used can't be used again: the failure's own text has the remedy.
+        if result.status == "failed" and result.code != EXIT_CHECKPOINT and leads:
             self.say(to_go_on(self.story), "summary")
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 

@@ -692,7 +692,7 @@ class Supervisor:
             self._tell_next_try("was to join failed while it set up", what, wait_s)
 
     def _tell_next_try(self, how: str, what: str, wait_s: float) -> None:
-        self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s")
+        self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s, if the run goes on")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """A worker of the present generation has ended."""

@@ -71,8 +71,8 @@ def stop(arguments: argparse.Namespace) -> int:
         run_id, attempt, members = run.keys.run_id, run.spec()[0].attempt, run.members()
         if not members:
             raise run.without_nodes()
-        write(sys.stdout, f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n")
-        _leave(run, lambda _: True, options.timeout_s)
+        told = f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n"
+        _leave(run, lambda _: True, options.timeout_s, told)
         ended, steps, lost = _saved(run, attempt)
         write(sys.stdout, f"run {run_id} {ended}{steps}\n")
     return EXIT_CHECKPOINT if lost else EXIT_OK
@@ -123,10 +123,11 @@ def resize(arguments: argparse.Namespace) -> int:
         raise StoreError("the run's options keep changing", where, remedy="Try again")
 
 
-def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> None:
+def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, told: str = "") -> None:
     """Ask the members for which `leaves` is true to drain, also those that come meanwhile; wait until they have left.
 
-    Those that are asked together hand over together. Raises RendezvousTimeoutError after `timeout_s` seconds.
+    Those that are asked together hand over together. `told` is written when etcd has taken the first question. Raises
+    RendezvousTimeoutError after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
@@ -149,6 +150,8 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> 
         compares = tuple(compare for each in asked for compare in each.compares)
         operations = tuple(operation for each in asked for operation in each.operations)
         run.store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))
+        write(sys.stdout, told)
+        told = ""
 
 
 def _here(members: Collection[tuple[Member, KeyValue]], generation: Generation | None) -> str:

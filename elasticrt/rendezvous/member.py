@@ -165,6 +165,13 @@ class Member:
                 return self.outage.full(error, now)
         raise error
 
+    def has_read_again(self, now: float) -> None:
+        """Everything has been read again. That ends an outage, unless the lease is still overdue: then look again."""
+        if self.me.lease == "suspended":
+            self.outage.look_again(now)
+        else:
+            self.outage.end(now)
+
     # What to do.
 
     def catch_up(self) -> Me:

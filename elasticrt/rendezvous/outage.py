@@ -60,6 +60,10 @@ class Outage:
         if not self.problem:
             self.problem = str(error)
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
+        self.look_again(now)
+
+    def look_again(self, now: float) -> None:
+        """Read everything again a little later."""
         self.retry_at = now + RETRY_S
 
     def suspect(self, now: float) -> None:

@@ -150,7 +150,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "those that have the state leave, and the others start anew": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
-    "a rank that never met the others is to save": ("L1", 1355375),
+    "a rank that never met the others is to save": ("L1", "a node leaves before it has met the one that is to save"),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (
         "S10",
@@ -253,7 +253,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "claim without _unchanged(key, seen_mod)": ("S9", "two claim in the same moment"),
     "claim without _unchanged(keys.generation, generation_mod)": ("S9", "a claim meets the next generation"),
     "settle without _unchanged(key, claimed_mod)": ("S9", "a builder stops before it says that it is done"),
-    "decide without: view.result is not None": ("L8", "a node is killed"),
+    "decide without: view.result is not None": ("L2", "a node is killed"),
     "decide without: me.leaving": ("L2", "a node leaves, and its machine goes off"),
     "decide without: me.record.draining and _may_leave(me, view)": ("L2", "a node drains, and nothing is lost"),
     "decide without: view.number < me.known": ("S1", "the generation is deleted"),
@@ -276,11 +276,11 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "decide without: mine.record.draining and (not me.record.draining)": ("L2", "a node is asked to drain"),
     "decide without: me.report is not None and me.report != me.filed and (me.report.generation == vie": (
-        "L1",
+        "L4",
         "the leader is silent",
     ),
     "decide without: mine.record != me.record": ("L1", "a node is killed"),
-    "decide without: step is not None": ("S10", "a node joins, and nothing is lost"),
+    "decide without: step is not None": ("L4", "a node joins, and nothing is lost"),
     "_take_seat without: seat is not None": ("L1", "the leader is silent"),
     "_take_seat without: 0 < max(me.running, me.seated) < generation.number and (not waits)": (
         "S3",
@@ -349,7 +349,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lost_at without: led.key_of(seat) is not None": ("L7", "a former leader publishes"),
     "_lost_at without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
     "_lost_at without: verdict.kind == 'dead' or len(led.seats) == 2 or (not led.isolated)": ("L1", "a node is killed"),
-    "handing_over without: me.holding != asked.create_revision": ("S10", "a node joins, and nothing is lost"),
+    "handing_over without: me.holding != asked.create_revision": ("L4", "a node joins, and nothing is lost"),
     "handing_over without: asked.record.step and me.going != asked.record.step": (
         "S10",
         "a node joins, and nothing is lost",
@@ -373,12 +373,19 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "too few are left, and wait with their state for one that sets up",
     ),
     "_after_hold without: report is not None and report.record.status == 'holding' and (report.record.hand": (
-        "S10",
+        "L1",
         "a node joins, and nothing is lost",
     ),
     "_after_hold without: 0 in entered": ("L8", "the leader is killed"),
-    "_after_hold without: missing and led.now < until": ("S10", "a node joins, and nothing is lost"),
-    "_after_hold without: missing": ("S5", "a node does not answer a hold"),
+    "_after_hold without: missing and led.now < until": (
+        "L8",
+        "news of a handover that was given up come while the next is under way",
+    ),
+    "_after_hold without: missing and wish.kind == 'join'": (
+        "L9",
+        "a node would be let in in the moment in which the last worker ends",
+    ),
+    "_after_hold without: missing": ("S5", "a node does not answer when another one leaves"),
     "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.reports.values(": (
         "S12",
         "a newcomer comes while a worker has ended well",

@@ -304,6 +304,14 @@ CHANGES: list[Plan] = [
         loops=True,
         commits_within_s=7.0,
     ),
+    story(
+        "a node does not answer when another one leaves",
+        3,
+        Fault(6.0, "leave", "n2"),
+        Fault(0.0, "pause_agent", "n1", 3.5, on="n0.1 Ask"),
+        loops=True,
+        commits_within_s=7.0,
+    ),
     story("newcomers come together", 5, arrivals=(0.0, 0.1, 6.0, 6.1, 6.2), generations_max=2),
     story("a node stands by", 3, spec=spec_for(2), generations_max=1),
     story(
