@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any, get_args
 
 from elasticrt.ipc.typed import typed
+from elasticrt.text import json_text
 
 VERSION = 1
 
@@ -232,7 +233,7 @@ class Step:
         generation: the generation.
         step: the step, counted over the whole run.
         epoch: the epoch, from 0.
-        scalars: the numbers given to `loop.report`, by name, at most a second old.
+        scalars: the numbers given to `loop.report`, by name, at most a second old; "nan", "inf" or "-inf" as a text.
     """
 
     generation: int
@@ -622,7 +623,7 @@ class Record:
 def encode(event: Event, node: str, at: float, time: datetime) -> bytes:
     """The line, without its end."""
     head = {"v": VERSION, "event": _NAMES[type(event)], "node": node, "at": round(at, 6), "time": time.isoformat()}
-    return json.dumps({**head, **vars(event)}).encode()
+    return json_text({**head, **vars(event)}).encode()
 
 
 def decode(line: bytes | str) -> Record | None:
@@ -632,9 +633,11 @@ def decode(line: bytes | str) -> Record | None:
         if found["v"] != VERSION:
             return None
         kind = KINDS[found["event"]]
+        if kind is Step and "scalars" in found:  # Some of them may be "nan".
+            found["scalars"] = {name: float(value) for name, value in found["scalars"].items()}
         event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
         record = Record(event, str(found["node"]), float(found["at"]), _seconds(found["time"]))
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
     numbers = [value for value in vars(event).values() if isinstance(value, int | float)]
     possible = all(abs(value) < (SECONDS_MAX if isinstance(value, float) else COUNT_MAX) for value in numbers)

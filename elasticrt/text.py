@@ -7,6 +7,7 @@ encoder takes), and any length. Records apply these functions when they are made
 * `known`: text to be compared: itself if it is short and plain, else with its digest.
 * `packed`, `unpacked`: a path, which has to arrive unchanged.
 * `shell`: a command to be pasted.
+* `json_text`: JSON that every parser takes.
 
 Limits count bytes in JSON, because that travels.
 """
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 MARK = "..."
 """The end of a text that was cut."""
@@ -84,7 +87,23 @@ def shell(words: Iterable[str]) -> str:
 def log_line(time: str, level: str, kind: str, text: str, **fields: object) -> str:
     """A log line for programs (`--log-format json`): one object of JSON, without the line's end."""
     head = {"time": time, "level": level, "kind": kind, "text": plain(text)}
-    return json.dumps({**head, **{name: value for name, value in fields.items() if name not in head}}, default=str)
+    return json_text({**head, **{name: value for name, value in fields.items() if name not in head}})
+
+
+def json_text(value: object) -> str:
+    """JSON in one line. A float that is no number, or infinite, becomes a text such as "nan": JSON has none."""
+    try:
+        return json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quoted(word: str) -> str:

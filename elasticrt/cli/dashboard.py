@@ -28,6 +28,7 @@ from elasticrt.store.protocol import Address
 from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.story.fold import Story
+from elasticrt.text import json_text
 
 PAGE = Path(__file__).with_name("dashboard.html")
 REQUEST_S = 10.0
@@ -142,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         for lines, _ in looks(directory, story, lambda: False):
             if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
-                self.wfile.write(b"data: " + json.dumps(board(story, time.time())).encode() + b"\n\n")
+                self.wfile.write(b"data: " + json_text(board(story, time.time())).encode() + b"\n\n")
                 self.wfile.flush()
 
     def log_message(self, format: str, *_: Any) -> None:  # noqa: A002  Its name is http.server's.

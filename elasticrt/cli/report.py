@@ -21,6 +21,7 @@ from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.fold import Story
 from elasticrt.story.page import page
+from elasticrt.story.run_dir import dead_here
 from elasticrt.story.sentences import trouble
 from elasticrt.text import plain
 
@@ -221,14 +222,17 @@ def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[lis
 def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
     """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
     offsets: dict[Path, int] = {}
-    last = False
+    last, dead = False, list[str]()
     while not last:
         lines = [line for text in added(files(directory), offsets, whole=True).values() for line in text.splitlines()]
         known = [(story.clocks.when(record), line, record) for line in lines if (record := events.decode(line))]
         known.sort(key=lambda each: each[0])
         for _, _, record in known:
             story.tell(record)
-        last = over()
+        story.run_id = story.run_id or directory.name
+        for node in dead:  # All that they have written has just been read.
+            story.killed(node)
+        dead, last = dead_here(story), over()
         yield [line for _, line, _ in known], last
         if not last:
             time.sleep(LOOK_EVERY_S)

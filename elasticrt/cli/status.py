@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from elasticrt.story import run_dir
 from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import as_object, head, sums
 from elasticrt.story.sentences import lasted, state
-from elasticrt.text import plain
+from elasticrt.text import json_text, plain
 
 WATCH_EVERY_S = 2.0
 CLEAR = "\033[H\033[J"
@@ -50,7 +49,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
-        write(sys.stdout, json.dumps(as_object(story, story.present(time.time()))) + "\n")
+        write(sys.stdout, json_text(as_object(story, story.present(time.time()))) + "\n")
         return story.result is not None
     try:
         since = story.waits_since if story is not None else None

@@ -2,8 +2,9 @@
 
 Some schedulers send SIGTERM to every process of a job at once (SLURM does). The agent then wants all workers to stop
 together at an agreed step, which dead workers cannot do. So a SIGTERM that the agent has not announced on the page is
-not obeyed at once. If the agent asks for nothing within OBEY_S, the signal was meant for this process alone, which dies
-of it at its next step boundary, or where the loop ends. A handler of the script's own stays, and decides.
+not obeyed at once. If the agent asks for nothing within OBEY_S, the signal was meant for this process alone. It leaves
+its state to the agent and dies at its next step boundary, or dies where the loop ends. A handler of the script's own
+stays, and decides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -47,9 +48,10 @@ class SigtermGuard:
         if self.received_at is not None and sys.exc_info()[0] is None and not self._page.stop:
             _die()
 
-    def obey(self) -> None:
-        """At a step boundary after a signal: die of it, unless the agent has asked for a handover."""
+    def obey(self, leave: Callable[[], object]) -> None:
+        """At a step boundary after a signal: `leave` the state and die, unless the agent has asked for a handover."""
         if self.received_at is not None and time.monotonic() - self.received_at > OBEY_S and not self._page.stop:
+            leave()
             _die()
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:

@@ -9,8 +9,8 @@ A planned change stops all workers together at an agreed step, in two rounds thr
     leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.
 
 A failure, or silence for too long, voids it: the generation is then replaced as after a failure, and resumes from a
-copy of this very generation if a seated member states one, else from the head. A join is given up instead. Scripts without a Loop have no
-`entered`; they are re-formed at once, as torchrun would.
+copy of this very generation if a seated member states one, else from the head. A join is given up instead. Scripts
+without a Loop have no `entered`; they are re-formed at once, as torchrun would.
 """
 
 from __future__ import annotations

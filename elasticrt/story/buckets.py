@@ -134,6 +134,7 @@ class Course:
     Attributes:
         step, step_at: the last step, and when it was done; 0 before.
         over_at: when the next generation began.
+        left_at: when the last of its agents had ended, if none has gone on; whoever came later has waited for others.
         redone_until: until when its steps had been done before; minus infinity: none had.
         redone_to: the last of those steps.
         saved: whether a checkpoint was committed in it.
@@ -146,6 +147,7 @@ class Course:
     step: int = 0
     step_at: float = 0.0
     over_at: float = math.inf
+    left_at: float = math.inf
     redone_until: float = -math.inf
     redone_to: int = 0
     saved: bool = False
@@ -347,7 +349,7 @@ class LifeSpans:
         if not self._courses or (until is not None and until.kind == "start"):
             return WAITING
         course = self._courses.get(until.number - 1 if until is not None else max(self._courses))
-        return WAITING if course is not None and course.waits else STANDBY
+        return WAITING if course is not None and (course.waits or self.begin > course.left_at) else STANDBY
 
     def _stopped(self, event: events.Restarted, at: float) -> None:
         """The steps have ended, and this node waits with the others: the phases say since when."""

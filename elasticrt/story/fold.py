@@ -143,7 +143,7 @@ class Chapter:
         step_before: the last step before it that an event of any node tells of.
         reached: the highest step in it that one tells of; 0: none.
         follows: the nodes of the generation before; None if there are no events of that.
-        resume_step: the step that it goes on from.
+        resume_step: the step that it goes on from; `passed_over`: the later one of a checkpoint that could not be used.
         reported: when each node reported its first step, by node.
         stepped_at: the earliest of these; None before.
         first_step: the number of that step; None before, and for a script without a Loop.
@@ -172,6 +172,7 @@ class Chapter:
     reported: dict[str, float] = field(default_factory=dict)
     stepped_at: float | None = None
     first_step: int | None = None
+    passed_over: int = 0
     pause_s: float | None = None
     redone: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -245,6 +246,7 @@ class Story:
         slows: what was found about slow nodes, and when, the newest ones; `missed`: the same of checkpoints that could
             not be saved.
         outages: from when until when etcd did not answer a node.
+        breaks: from when until when no agent ran, between two generations, and how those of the first had ended.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
     """
@@ -270,6 +272,7 @@ class Story:
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
         self.outages: list[tuple[float, float]] = []
+        self.breaks: list[tuple[float, float, str]] = []
         self.result: events.Result | None = None
         self.ended_at = math.inf
         self.text = ""
@@ -385,7 +388,11 @@ class Story:
 
     def killed(self, node: str) -> None:
         """The newest agent of `node` has ended with its last event, as is known from elsewhere."""
-        self._present[node].gone_at = self._present[node].last
+        life = self._present[node]
+        life.gone_at = life.last
+        if self.chapter is not None and not self.seated():
+            last = max((each.last for each in self._seats(self.chapter)), default=life.last)
+            self._courses[self.chapter.number].left_at = last
 
     def pid(self, node: str) -> int:
         """The process id of a node's newest agent."""
@@ -407,7 +414,9 @@ class Story:
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
-        life = self._present.get(node)
+        elif node not in self._present:  # Its first lines are damaged.
+            self._begin_life(node, 0, record.at, at)
+        life = self._present[node]
         if isinstance(event, _FINISHED) and event.step:
             self._finished(event.generation, event.step)
         match event:
@@ -437,36 +446,38 @@ class Story:
                 self.slows.append((at, event))
             case events.MemberLost():
                 self._member_lost(event, life, at)
-            case events.EtcdAway() if life is not None:
+            case events.EtcdAway():
                 self._etcd_away(life, event, at)
             case events.Failure():
                 self.text = event.text
             case events.Result():
                 self.result, self.ended_at = event, at
-            case events.Leaves() | events.AgentStopped() if life is not None:
+            case events.Leaves() | events.AgentStopped():
                 self._leaves(life, event)
-        if life is not None:
-            short = isinstance(event, events.Recovery) and self._was_short(event.generation)
-            life.spans.tell(event, at, short=short)
-            life.last, life.gone_at = max(life.last, at), None
-            life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
+        short = isinstance(event, events.Recovery) and self._was_short(event.generation)
+        life.spans.tell(event, at, short=short)
+        life.last, life.gone_at = max(life.last, at), None
+        life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
-        if not self.lives:
+        if not self.run_dir:
             self.run_id, self.run_dir = event.run_id, event.run_dir
         self.etcd = event.etcd  # A run that goes on may meet elsewhere.
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
-        life = Life(record.node, event.pid, at, record.at, at, LifeSpans(at, self._courses))
-        self.lives.append(life)
-        self._present[record.node] = life
+        self._begin_life(record.node, event.pid, record.at, at)
         self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
+
+    def _begin_life(self, node: str, pid: int, started_at: float, at: float) -> None:
+        life = Life(node, pid, at, started_at, at, LifeSpans(at, self._courses))
+        self.lives.append(life)
+        self._present[node] = life
 
     def _generation(self, event: events.Generation, node: str, at: float) -> None:
         before, life = self.chapter, self._present.get(node)
         known = before is not None and (event.number in self._numbers or event.number < before.number)
         # Numbers begin anew with another etcd. An agent's seat is never in a generation that is older than the agent.
-        later = before is not None and life is not None and life.begin > before.begin
+        later = before is not None and life is not None and life.pid != 0 and life.begin > before.begin
         anew = known and later and not isinstance(event, events.StandsBy)
         if known and not anew:
             # Every member reports it. Of a large one most know only some of its nodes, and the leader knows all.
@@ -492,6 +503,7 @@ class Story:
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
             if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
                 cause = f"{cause}; {was_slow(self.slow.slow, self.slow.own_s, self.slow.others_s)}"
+            self._interrupted(before)
         if anew:
             self._numbers.clear()
             self._courses.clear()
@@ -515,11 +527,35 @@ class Story:
         self._numbers[event.number] = chapter
         self._courses[event.number] = Course(waits=event.waits)
 
+    def _interrupted(self, before: Chapter) -> None:
+        """Another generation follows `before`: note whether no agent of its nodes has lived on."""
+        seated = self._seats(before)
+        ended_at = max((life.last for life in seated), default=before.begin)
+        later = [life for life in self.lives if life.begin > ended_at]
+        if not seated or any(self._present[life.node] is life for life in seated):
+            return
+        self._courses[before.number].left_at = ended_at
+        if len(later) == len(self._present):
+            self.breaks.append((ended_at, min(life.begin for life in later), ends(seated)))
+
+    def _seats(self, chapter: Chapter) -> list[Life]:
+        """The lives that have a seat in `chapter`, as far as they are known."""
+        lives = [life for life in self.lives if life.node in chapter.nodes and life.begin <= chapter.begin]
+        return list({life.node: life for life in lives}.values())
+
+    def seated(self) -> list[Life]:
+        """The lives of agents that run, and have a seat in the newest generation."""
+        alive = [self._present[node] for node in self.alive()]
+        return [life for life in self._seats(self.chapter) if life in alive] if self.chapter is not None else []
+
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
         if chapter is None or event.generation != chapter.number:
             return  # A late report: its generation is over.
         chapter.stepped(node, at)
+        if event.resumed_from < chapter.resume_step and not chapter.in_place:
+            chapter.passed_over = chapter.resume_step
+            self.checkpoint = min(self.checkpoint, event.resumed_from)
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
         pauses = (chapter.pause_s, event.pause_s, self._handed_over_s(chapter, at))
         chapter.pause_s = max((pause_s for pause_s in pauses if pause_s is not None), default=None)
@@ -768,6 +804,11 @@ class Story:
         """The share of the run's time that went into steps that count, from 0 to 1."""
         spent = totals(self.spans(now))
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
+
+
+def ends(lives: Iterable[Life]) -> str:
+    """With which codes agents have ended, in words."""
+    return ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in lives}))
 
 
 def no_step(culprit: events.Culprit, age_s: float) -> str:

@@ -136,7 +136,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
         "slow": None if story.slow is None else vars(story.slow),
         "without_etcd": story.times_without_etcd(now),
-        "step": story.step,
+        "step": story.newest,
         "epoch": story.epoch,
         "scalars": dict(story.scalars),
         "checkpoint": story.checkpoint,

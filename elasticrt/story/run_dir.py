@@ -69,8 +69,9 @@ def read(directory: Path) -> Story:
                 story.killed(node)
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
+    story.run_id = story.run_id or directory.name
     if not story.lives:
-        got, expected = "no start of an agent", f"events of version {VERSION}"
+        got, expected = "no event of an agent", f"events of version {VERSION}"
         remedy = "Wait for the first agent's, or name another run"
         raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
     return story

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, slow_node
-from elasticrt.story.fold import Chapter, Story, no_step
+from elasticrt.story.fold import Chapter, Story, ends, no_step
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
@@ -53,6 +53,8 @@ def cost(chapter: Chapter) -> str:
     if chapter.first_step is None:
         return f"paused {chapter.pause_s:.2f} s; what the script had not saved is done again"
     resumed = f"resumed after step {chapter.resume_step:,}"
+    if chapter.passed_over:
+        resumed += f", as the checkpoint of step {chapter.passed_over:,} could not be used"
     if chapter.pause_s is not None and chapter.redone is None:
         return f"paused {chapter.pause_s:.2f} s, {resumed}"
     again = f"{counted(chapter.redone, 'step')} done again" if chapter.redone else "no step lost"
@@ -99,7 +101,7 @@ def trouble(story: Story, now: float) -> str:
 
 
 def made(story: Story) -> int:
-    """The steps that the run has made, from its first resume point.
+    """How many steps the run has come, from its first resume point. It may have gone back behind some.
 
     Steps have events at most four times a second; the last step is known by its commit. A run that was at its end
     already commits what it has found, and makes no step.
@@ -107,7 +109,7 @@ def made(story: Story) -> int:
     if story.first_step_at is None:
         return 0
     stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
-    return max(story.step, story.checkpoint) - (stepped[0].resume_step if stepped else 0)
+    return max(0, max(story.newest, story.checkpoint) - (stepped[0].resume_step if stepped else 0))
 
 
 def state(story: Story, now: float | None = None) -> str:
@@ -126,8 +128,7 @@ def state(story: Story, now: float | None = None) -> str:
     if left == {EXIT_TERMINATED} or (unsaved and not left):
         failed = "the last checkpoint could not be saved; " if unsaved else ""
         return f"stopped; {failed}{to_go_on(story)}"
-    codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
-    return f"ended without a result ({codes}); {to_go_on(story)}" if story.lives else "nobody has joined it"
+    return f"ended without a result ({ends(story.lives)}); {to_go_on(story)}" if story.lives else "nobody has joined it"
 
 
 def to_go_on(story: Story) -> str:
@@ -141,6 +142,9 @@ def _state_now(story: Story, now: float) -> str:
         here, needed = len(story.chapter.nodes), story.min_nodes
         since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
         return f"waiting for nodes {since}: {here} of at least {needed} here"
+    here = len(story.alive())
+    if not story.seated():  # Before the first generation, or when all nodes of the last one have ended.
+        return f"waiting for nodes: {here} of at least {story.min_nodes} here" if here < story.min_nodes else "starting"
     return story.standing(now) or "running"
 
 
@@ -173,6 +177,8 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
     found += _missed(story)
+    for begin, end, how in story.breaks:
+        found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
     for begin, end in story.times_without_etcd(story.last if now is None else now):
         found.append(Happened(begin, "bad", f"etcd did not answer for {seconds(end - begin)}"))
     for place, chapter in enumerate(story.chapters):

@@ -514,7 +514,7 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
         self._saving.between_steps()
-        self._guard.obey()
+        self._guard.obey(self._world.hand_over)
         regroup.tidy()
         total = self._saving.run.total
         if self._world.in_place.has_seat:

@@ -140,7 +140,7 @@ class Undo:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng_state.note()
-        self._vars = dict(self._training.vars)
+        self._vars = {name: _clone(each) for name, each in self._training.vars.items()}
         self._scales = [tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers]
         self._versions = [each._version for each in self._watched]
         self._objects = {
@@ -223,5 +223,11 @@ class Undo:
         self._training.vars.update(values)
 
 
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+
+
 def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """A copy of what a step may change in place."""
+    if type(value) is list and _ATOMS.issuperset(map(type, value)):  # A long list of numbers is copied at each step.
+        return value.copy()
+    return copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set)) else value

@@ -132,7 +132,9 @@ class World:
             elif self._saving.is_first:
                 self._save_for_others(save)
             else:
+                since_ns = time.monotonic_ns()
                 self._wait_for_save()
+                self._page.save_ns += time.monotonic_ns() - since_ns
         except (RuntimeError, OSError) as error:
             if not self._is_overtaken and not self.in_place.lost(error, self._state.position.steps):
                 raise
@@ -190,7 +192,7 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
-            self._saving.run.total = taken[stateful.OURS]["total"]
+            self._saving.take_over(taken[stateful.OURS])
         state.whole = True
         self._undo.touched = self._undo.stepped = False
         self.moves += 1
@@ -208,7 +210,9 @@ class World:
 
     def _to_others(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
-        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
+        return self._state.collect(
+            alike=self._state.numbers.alike, total=self._saving.run.total, **self._saving.since_saved()
+        )
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
@@ -219,7 +223,7 @@ class World:
         """Leave the newest finished step to the agent, while the main thread hangs for good."""
         if self._undo.in_step:
             self.undo_step()
-        self._hand_over()
+        self.hand_over()
 
     def leave_state(self, error: Exception) -> None:
         """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
@@ -227,10 +231,11 @@ class World:
         That is told at once as well: how long a process takes to end is not known.
         """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
-            self._hand_over()
+            self.hand_over()
             self.in_place.lost(error, self._state.position.steps)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Leave the newest finished step to the agent, because this process ends."""
         state = self._undo.state_of_position() if self._state.whole else None
         if state is not None:
             self._saving.hand_over(state)

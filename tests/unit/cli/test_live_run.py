@@ -150,7 +150,7 @@ def test_status_while_etcd_is_away(capsys: pytest.CaptureFixture[str]) -> None:
     _run("calm-fox", lives=True)  # Nobody listens at the port of its etcd.
     assert main(["status", "--log-dir", "runs"]) == 4
     said = capsys.readouterr()
-    assert said.out.startswith("run calm-fox: running\n1 node: node-0\n")
+    assert said.out.startswith("run calm-fox: starting\n1 node: node-0\n")
     assert "no answer from etcd" in said.err
     arguments = build_parser().parse_args(["status", "calm-fox", "--watch", "--log-dir", "runs"])
     looks = []
