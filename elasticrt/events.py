@@ -205,11 +205,13 @@ class Recovery:
             is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run),
             "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
             group), "restore" (the state is restored), "first_step" (a step is done). They add up to the pause.
+        age_s: seconds since it was over.
     """
 
     generation: int
     pause_s: float
     phases: dict[str, float]
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,10 +221,12 @@ class SetUp:
     Attributes:
         generation: the generation.
         phases: ms of each phase since this node knew of its seat; see `recovery`.
+        age_s: seconds since that step.
     """
 
     generation: int
     phases: dict[str, float]
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)

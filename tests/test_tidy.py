@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "option_values": {"store", "errors"},
     "run_options": {"option_values", "store"},
     "spec": {"run_options", "option_values", "text"},
-    "events": {"ipc"},
+    "events": {"ipc", "text"},
     "event_log": {"events", "ipc"},
     "story": {"event_log", "events", "ipc", "errors"},
     "settings": {"run_options", "option_values", "store"},

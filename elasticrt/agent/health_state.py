@@ -96,7 +96,10 @@ def member(
     if me.report is not None and me.report.failure is not None and me.report.generation == view.number:
         # Of another node's failure the events of this one do not tell, and no generation does while etcd is away.
         trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
-    found = readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s, doing=doing)
+    runs = generation is not None and not (view.leads and _has_ended(view))
+    number = view.number if runs else 0
+    found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
+    short_s = now - view.short_since if view.short_since is not None else 0.0
     return HealthState(
         run_id=story.run_id,
         node=me.record.node,
@@ -108,13 +111,19 @@ def member(
         etcd_answer_s=answer_s,
         etcd_away_s=away_s,
         generation=view.number,
-        nodes=generation.nodes if generation else 0,
-        world_size=generation.world_size if generation else 0,
+        nodes=generation.nodes if generation and runs else 0,
+        world_size=generation.world_size if generation and runs else 0,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
         step=step,
-        standing_s=round(story.standing_s(told_at), 1),
+        standing_s=round(max(story.standing_s(told_at), short_s), 1),
         slow=(slow.slow, round(slow.own_s / slow.others_s, 2)) if slow is not None and slow.others_s else None,
     )
+
+
+def _has_ended(view: View) -> bool:
+    """Whether no node of the newest generation is left, so that those that are here wait for another one."""
+    here = {entry.record.incarnation for entry in view.members.values()}
+    return view.roster_known and here.isdisjoint(seat.incarnation for seat in view.seats.values())
 
 
 def readiness(
@@ -125,7 +134,7 @@ def readiness(
     Args:
         me: its own state.
         seat: its seat in the run's generation.
-        generation: that generation's number, 0 before the first.
+        generation: that generation's number, 0 before the first and where no node of it is left.
         away_s: how long etcd has not answered; None while it does.
         alone_s: how long no other node of its generation has answered either.
         doing: what the nodes of that generation do.
@@ -148,7 +157,7 @@ def readiness(
         return Finding(True, f"starts its workers of generation {generation}")
     if away:
         return Finding(False, f"stands by, but cannot be called{away}")
-    what = f"generation {generation} runs without it" if generation else "waits for the first generation"
+    what = f"generation {generation} runs without it" if generation else "waits for nodes"
     return Finding(True, f"stands by: {what}")
 
 

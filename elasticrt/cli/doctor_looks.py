@@ -185,7 +185,8 @@ def checkpoints(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     kinds = {place.split()[2]: what.split()[0] for place, what in mounts}
     device, room = there.stat().st_dev, os.statvfs(there)
     kind = kinds.get(f"{os.major(device)}:{os.minor(device)}", "unknown")
-    yield "checkpoints", findings.checkpoints(str(wanted), error, kind, room.f_bavail * room.f_frsize, flush_s)
+    shown = str(wanted) if there == wanted else f"{wanted} (not there yet; looked at {there})"
+    yield "checkpoints", findings.checkpoints(shown, error, kind, room.f_bavail * room.f_frsize, flush_s)
 
 
 def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:

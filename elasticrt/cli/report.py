@@ -153,7 +153,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
         state = sentences.state(story, now)
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state
-        steps = "-" if report.is_uncounted(story) else f"{sentences.made(story):,}"
+        steps = f"{sentences.made(story):,}" if story.counts else "-"
         rows.append((directory.name, begun, nodes, steps, goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if more := len(list(found)):

@@ -86,7 +86,9 @@ def show(
     if generation is not None:
         cause = cause_of(story, generation.number, generation.cause)
         generation = generation.model_copy(update={"cause": cause})
-    members = [member for member, _ in run.members().values()]
+    ended = [life for life in story.lives if life.code is not None or life.gone_at is not None] if story else []
+    gone = {(life.node, life.pid) for life in ended}  # Etcd keeps the keys of killed agents for a lease term.
+    members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
     lines = describe(
         run.keys.run_id,
         spec,
@@ -136,13 +138,16 @@ def describe(
     lines = [f"run {run_id}: {said}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
-        lines.append(f"generation {generation.number}: {size} ({generation.cause})")
+        over = all(member.generation != generation.number for member in members)
+        name = "generation" if not over or result is not None else "last generation"
+        lines.append(f"{name} {generation.number}: {size} ({generation.cause})")
     if saved is not None:
         lines.append(f"newest checkpoint: step {saved.step} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
         runs = "waiting" if waits else "standing still" if standing else "training"
-        word = "draining" if member.draining else runs if running else "standby" if member.warm else "starting"
+        stands_by = "standby" if any(each.generation for each in members) else "waiting"
+        word = "draining" if member.draining else runs if running else stands_by if member.warm else "starting"
         lines.append(
             f"  {member.node}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}"
         )

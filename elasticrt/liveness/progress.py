@@ -197,10 +197,11 @@ class Progress:
         self._mark("first_step", at_ns)
         parts = phases(0 if pause_s is None else self._last_ns, self._marks)
         self._marks = {}
+        age_s = round((self._clock.monotonic_ns() - at_ns) / 1e9, 3)
         if pause_s is None:
-            self._events.write(events.SetUp(generation, parts))
+            self._events.write(events.SetUp(generation, parts, age_s))
             return
-        self._events.write(events.Recovery(generation, pause_s, parts))
+        self._events.write(events.Recovery(generation, pause_s, parts, age_s))
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 
     def _count_from(self, at_ns: int) -> Sequence[StatusPage]:

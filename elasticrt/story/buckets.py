@@ -271,7 +271,7 @@ class LifeSpans:
             case events.Restarted() if self._mode == "training" and self._waits:
                 self._stopped(event, at)
             case events.SetUp() | events.Recovery():
-                self._stepped(event, at, short=short)
+                self._stepped(event, at - event.age_s, short=short)
             case events.Progress() if self._mode == "training" and event.generation == self._generation:
                 self._progressed(event, at)
             case events.WorkerEnded() if event.failure and event.generation == self._generation:

@@ -214,14 +214,16 @@ class Stand:
     Attributes:
         since: when the last step was made.
         culprit: the newest finding.
+        counts: whether its step counts over the whole run, and not what the present processes have made.
     """
 
     since: float
     culprit: events.Culprit
+    counts: bool = True
 
     def told(self, now: float) -> str:
         """The sentence about it, as of `now`."""
-        return no_step(self.culprit, now - self.since)
+        return no_step(self.culprit, now - self.since, counts=self.counts)
 
 
 class Story:
@@ -304,14 +306,23 @@ class Story:
         # A failure that nothing has followed yet. Steps from before it may be reported after it.
         if last.generation != chapter.number or last.at < self.last_step_at - LATE_S:
             return None
-        return Stand(last.at, events.Culprit(chapter.number, self.newest, 0.0, (), (last.node,), last.what))
+        return Stand(
+            last.at, events.Culprit(chapter.number, self.newest, 0.0, (), (last.node,), last.what), self.counts
+        )
 
     @property
     def _hang(self) -> Stand | None:
         """The same of a hang."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         since = course.stands_since if course is not None and self.result is None and self.alive() else None
-        return Stand(since, course.blamed) if course is not None and course.blamed and since is not None else None
+        if course is None or course.blamed is None or since is None:
+            return None
+        return Stand(since, course.blamed, self.counts)
+
+    @property
+    def counts(self) -> bool:
+        """Whether steps are counted over the whole run, as far as is known: the script has a Loop."""
+        return self.first_step_at is not None or all(chapter.stepped_at is None for chapter in self.chapters)
 
     def away_since(self) -> float | None:
         """Since when etcd has not answered a node that lives; None: all get answers, as far as is known."""
@@ -349,7 +360,7 @@ class Story:
         for stand, course in self._stood_still:
             before = before if abs(stand.since - before) < LATE_S else stand.since
             until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.longest(until)), self._seen(before, until))
+            found[before] = (Stand(before, stand.longest(until), self.counts), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:
@@ -429,7 +440,7 @@ class Story:
             case events.FirstStep():
                 self._first_step(event, node, at)
             case events.Recovery() | events.SetUp():
-                self._phases(event, node, at)
+                self._phases(event, node, at - event.age_s)
             case events.Step():
                 self._step(event, at)
             case events.Progress():
@@ -685,7 +696,7 @@ class Story:
         Before the `culprit` is known it is one of no node.
         """
         nodes: tuple[str, ...] = ()
-        what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
+        what = f"no progress for {event.age_s:.0f} s" + (f" after step {event.step:,}" if self.counts else "")
         if culprit is not None and abs(event.step - culprit.step) <= 1:  # See `Course.stood`.
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes
         self._add_hang(at, what, event.generation, nodes or ("",), since=at - event.age_s)
@@ -811,9 +822,10 @@ def ends(lives: Iterable[Life]) -> str:
     return ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in lives}))
 
 
-def no_step(culprit: events.Culprit, age_s: float) -> str:
-    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`, of a finding, `age_s` after that step."""
-    return f"no step for {age_s:.0f} s after step {culprit.step:,}: {culprit.reason}"
+def no_step(culprit: events.Culprit, age_s: float, *, counts: bool = True) -> str:
+    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`, of a finding, `age_s` after that step. See `Stand`."""
+    after = f" after step {culprit.step:,}" if counts else ""
+    return f"no step for {age_s:.0f} s{after}: {culprit.reason}"
 
 
 def story_of(*sources: Iterable[events.Record]) -> Story:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import happened, made, pace, seconds, slow, state, unsaved
+from elasticrt.story.sentences import happened, made, pace, seconds, slow, state, to_go_on, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -33,7 +34,8 @@ def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = sorted({life.node for life in story.lives})
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
-    return [*lines, *sums(story, now)]
+    failed = story.result is not None and story.result.status == "failed" and story.result.code != EXIT_CHECKPOINT
+    return [*lines, *sums(story, now), *([to_go_on(story)] if failed else [])]
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
@@ -69,7 +71,7 @@ def outages(story: Story, now: float | None = None) -> str:
 
 def paces(story: Story, now: float | None = None) -> str:
     """The number of steps, their speed, and the newest checkpoint. See `speed`."""
-    if is_uncounted(story):
+    if not story.counts:
         return "steps are not counted: the script has no Loop"
     text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
     if story.scalars:
@@ -86,11 +88,6 @@ def speed(story: Story, now: float | None = None) -> str:
     # Without the time in which no agent ran.
     took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
     return f"{(made(story) - 1) / took_s:.1f} steps/s" if took_s > 0 and made(story) > 1 else ""
-
-
-def is_uncounted(story: Story) -> bool:
-    """Whether steps were made and not counted, because the script has no Loop."""
-    return story.first_step_at is None and any(chapter.stepped_at is not None for chapter in story.chapters)
 
 
 def worth(story: Story, now: float | None = None) -> str:

@@ -158,7 +158,7 @@ CUT_OFF: dict[str, Any] = {"lease": "suspended", "away_s": 170.0, "alone_s": 168
         ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
         ({"draining": True}, False, "on its way out: draining"),
         (STANDS_BY, True, "stands by: generation 3 runs without it"),
-        ({**STANDS_BY, "generation": 0}, True, "stands by: waits for the first generation"),
+        ({**STANDS_BY, "generation": 0}, True, "stands by: waits for nodes"),
         ({**STANDS_BY, "warm": False}, False, "stands by, but is still importing"),
         ({**STANDS_BY, "lease": "suspended", "away_s": 3.0}, False, "stands by, but cannot be called"),
     ],

@@ -206,7 +206,8 @@ def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float 
     lines = describe("r", SPEC, [MEMBER.model_copy(update={"generation": runs})], generation=agreed(waits=waits),
         saved=None, result=None, without_nodes="nobody is here", waited_s=waited_s)  # fmt: skip
     assert lines[0] == f"run r: {words}"
-    assert ("  a: waiting, " in lines[-1]) is waits
+    assert ("  a: waiting, " in lines[-1]) is (waits or not runs)
+    assert any(line.startswith("last generation 2: ") for line in lines) is (not runs)
 
 
 def test_status_says_that_the_run_waits_for_a_newcomer_to_set_up() -> None:
