@@ -37,7 +37,6 @@ class AgentStarted:
         machine: the machine since it booted, or the container: times "at" and pids of the same one can be compared.
         min_nodes: the run waits with fewer nodes.
         max_nodes: the most nodes that can train.
-        workers: the number of this node's workers.
     """
 
     pid: int
@@ -47,20 +46,6 @@ class AgentStarted:
     machine: str = ""
     min_nodes: int = 1
     max_nodes: int = 1
-    workers: int = 1
-
-
-@dataclass(frozen=True)
-class Registered:
-    """The agent has a member key.
-
-    Attributes:
-        incarnation: the identity of this life, 16 hex digits.
-        attempt: the number of times that the run was begun, from 1.
-    """
-
-    incarnation: str
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,6 @@ class Generation:
         waits: whether it makes no step, because there are too few nodes: its workers save and keep the state.
         nodes: its nodes, by rank.
         resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
-        index: this node's place among the nodes, from 0.
     """
 
     number: int
@@ -115,7 +99,6 @@ class Generation:
     restarts: int
     nodes: tuple[str, ...]
     resume_step: int
-    index: int = 0
     in_place: bool = False
     waits: bool = False
 
@@ -138,7 +121,6 @@ class StandsBy(Generation):
     """A generation runs without this node. The fields are those of `generation`.
 
     Attributes:
-        index: -1.
         age_s: seconds since the last step of this node's workers; 0 if they have made none.
     """
 
@@ -324,21 +306,6 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class CopyDamaged:
-    """A copy in memory is damaged. No node resumes from it.
-
-    Attributes:
-        generation: the generation that was to resume from it.
-        step: the step it should hold.
-        problem: what was found.
-    """
-
-    generation: int
-    step: int
-    problem: str
-
-
-@dataclass(frozen=True)
 class Ready:
     """A worker has set up beside the training, and waits to be let in.
 
@@ -454,12 +421,10 @@ class GoesOn:
     Attributes:
         generation: the generation.
         step: the last step before that time, as in `culprit`.
-        stood_s: seconds without a step.
     """
 
     generation: int
     step: int
-    stood_s: float
 
 
 @dataclass(frozen=True)
@@ -557,7 +522,6 @@ class Unheard:
 
 Event = (
     AgentStarted
-    | Registered
     | Health
     | ParentWarm
     | Generation
@@ -573,7 +537,6 @@ Event = (
     | Committed
     | Unsaved
     | Copied
-    | CopyDamaged
     | Ready
     | WorkerEnded
     | MemberLost

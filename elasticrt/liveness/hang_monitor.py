@@ -196,7 +196,7 @@ class HangMonitor:
     def _goes_on(self, generation: int, stood_s: float) -> None:
         """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""
         if self._told_of is not None:
-            self._events.write(events.GoesOn(generation, self._told_of, round(stood_s, 1)))
+            self._events.write(events.GoesOn(generation, self._told_of))
             self._say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
         self._told_of = None
 
