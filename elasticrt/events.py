@@ -372,26 +372,6 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Late(Stalled):
-    """Workers have not taken their new seats. The fields are those of `stalled`.
-
-    Attributes:
-        step: 0.
-        age_s: seconds since they got them.
-    """
-
-
-@dataclass(frozen=True)
-class Paused(Stalled):
-    """No step has been expected for a long time: `loop.pause`, a save, or code between two epochs.
-
-    Attributes:
-        age_s: seconds since one was expected.
-        final: false.
-    """
-
-
-@dataclass(frozen=True)
 class Culprit:
     """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
@@ -541,8 +521,6 @@ Event = (
     | WorkerEnded
     | MemberLost
     | Stalled
-    | Late
-    | Paused
     | Culprit
     | GoesOn
     | Straggler
