@@ -187,7 +187,7 @@ def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
     for spans in (lasts.spans(now), *lasts.spans_by_node(now).values()):
         spent = totals(spans)
         assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0))
-    assert "detect" not in lasts.lives[0].spans.counted_on(now)
+    assert "detect" not in lasts.lives[0].spans.known_at(now)
     ends = [(now + 0.1, node, progress(40, now - 6.0)) for node in "ab"]
     spent = totals(story([*entries, *ends]).spans())
     assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
