@@ -38,7 +38,6 @@ class AgentStarted:
         machine: the machine since it booted, or the container: times "at" and pids of the same one can be compared.
         min_nodes: the run waits with fewer nodes.
         max_nodes: the most nodes that can train.
-        workers: the number of this node's workers.
     """
 
     pid: int
@@ -48,20 +47,6 @@ class AgentStarted:
     machine: str = ""
     min_nodes: int = 1
     max_nodes: int = 1
-    workers: int = 1
-
-
-@dataclass(frozen=True)
-class Registered:
-    """The agent has a member key.
-
-    Attributes:
-        incarnation: the identity of this life, 16 hex digits.
-        attempt: the number of times that the run was begun, from 1.
-    """
-
-    incarnation: str
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +91,6 @@ class Generation:
         waits: whether it makes no step, because there are too few nodes: its workers save and keep the state.
         nodes: its nodes, by rank.
         resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
-        index: this node's place among the nodes, from 0.
     """
 
     number: int
@@ -116,7 +100,6 @@ class Generation:
     restarts: int
     nodes: tuple[str, ...]
     resume_step: int
-    index: int = 0
     in_place: bool = False
     waits: bool = False
 
@@ -139,7 +122,6 @@ class StandsBy(Generation):
     """A generation runs without this node. The fields are those of `generation`.
 
     Attributes:
-        index: -1.
         age_s: seconds since the last step of this node's workers; 0 if they have made none.
     """
 
@@ -329,21 +311,6 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class CopyDamaged:
-    """A copy in memory is damaged. No node resumes from it.
-
-    Attributes:
-        generation: the generation that was to resume from it.
-        step: the step it should hold.
-        problem: what was found.
-    """
-
-    generation: int
-    step: int
-    problem: str
-
-
-@dataclass(frozen=True)
 class Ready:
     """A worker has set up beside the training, and waits to be let in.
 
@@ -410,26 +377,6 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Late(Stalled):
-    """Workers have not taken their new seats. The fields are those of `stalled`.
-
-    Attributes:
-        step: 0.
-        age_s: seconds since they got them.
-    """
-
-
-@dataclass(frozen=True)
-class Paused(Stalled):
-    """No step has been expected for a long time: `loop.pause`, a save, or code between two epochs.
-
-    Attributes:
-        age_s: seconds since one was expected.
-        final: false.
-    """
-
-
-@dataclass(frozen=True)
 class Culprit:
     """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
@@ -459,12 +406,10 @@ class GoesOn:
     Attributes:
         generation: the generation.
         step: the last step before that time, as in `culprit`.
-        stood_s: seconds without a step.
     """
 
     generation: int
     step: int
-    stood_s: float
 
 
 @dataclass(frozen=True)
@@ -562,7 +507,6 @@ class Unheard:
 
 Event = (
     AgentStarted
-    | Registered
     | Health
     | ParentWarm
     | Generation
@@ -578,13 +522,10 @@ Event = (
     | Committed
     | Unsaved
     | Copied
-    | CopyDamaged
     | Ready
     | WorkerEnded
     | MemberLost
     | Stalled
-    | Late
-    | Paused
     | Culprit
     | GoesOn
     | Straggler

@@ -223,10 +223,8 @@ class Console:
             machine=machine(),
             min_nodes=me.spec.min_nodes,
             max_nodes=me.spec.max_nodes,
-            workers=settings.workers,
         )
         self.events.write(started)
-        self.events.write(events.Registered(incarnation=me.record.incarnation, attempt=me.attempt))
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
             for line in self._how_to_join(settings, me.spec, meeting):

@@ -38,8 +38,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._story = Story()
-        self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))  # As far as it is final.
-        self._exported = dict(self._spent)
+        self._exported = dict.fromkeys(BUCKETS, 0.0)
         self._saved: events.Committed | None = None
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
@@ -50,8 +49,6 @@ class Metrics:
     def tell(self, record: events.Record) -> None:
         """Take note of an event of this node."""
         self._story.tell(record)
-        for life in self._story.lives:
-            self._spent.update(life.spans.painted())  # Now, so that a long life needs no more memory than a short one.
         match record.event:
             case events.Committed():
                 self._saved = record.event
@@ -63,9 +60,9 @@ class Metrics:
         self._noted, self._now = noted, now
         for life in self._story.lives[-1:]:  # An agent has one.
             self._told_at = life.begin - life.started_at + now
-            spent = self._spent + Counter(life.spans.counted_on(self._told_at) if life.code is None else {})
+            spent = life.spans.known_at(self._told_at)
             # What is not final may turn out to be less, and a counter only grows.
-            self._exported = {name: max(before, spent[name]) for name, before in self._exported.items()}
+            self._exported = {name: max(before, spent.get(name, 0.0)) for name, before in self._exported.items()}
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

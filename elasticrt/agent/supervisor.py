@@ -89,7 +89,6 @@ class Supervisor:
         self._clock = edges.clock
         self._close_file = edges.close_file
         self._settings = settings
-        self._put = put
         self._events = event_log
         self._say = say
         self._parent: WorkerParent | None = None
@@ -483,7 +482,7 @@ class Supervisor:
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         copy, resume = generation.memory, generation.resume
-        self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
+        self._tell_generation(generation, copy.step if copy else resume.reached if resume else 0)
         # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
         self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
 
@@ -498,7 +497,7 @@ class Supervisor:
         self._late_at = self._clock.monotonic() + LATE_S
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
-        self._tell_generation(generation, seat, generation.resume.step if generation.resume else 0)
+        self._tell_generation(generation, generation.resume.step if generation.resume else 0)
         ranks = self.seating.reseat(generation, seat, chosen)
         for rank in ranks:
             self._joining.let_in(rank)
@@ -525,11 +524,11 @@ class Supervisor:
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
         """Tell that `generation`, of the nodes `names`, runs without this node."""
-        begun = _begun(generation, names, -1, generation.resume.step if generation.resume else 0)
+        begun = _begun(generation, names, generation.resume.step if generation.resume else 0)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
 
-    def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
-        self._events.write(_begun(generation, self._names, seat.index, resume_step))
+    def _tell_generation(self, generation: Generation, resume_step: int) -> None:
+        self._events.write(_begun(generation, self._names, resume_step))
 
     def _tell_started(self) -> None:
         pids = self._state.pids
@@ -572,10 +571,9 @@ class Supervisor:
                 told = events.Unsaved(missed.step, event.generation, missed.reason)
                 self._events.write(told)
                 self._say(unsaved(told))
-            case Damaged() as found if self._is_current(event):
+            case Damaged() if self._is_current(event):
                 # No generation may resume from this copy again: the next takes another node's copy, or the head.
                 self.seating.memory.forget()
-                self._events.write(events.CopyDamaged(event.generation, found.step, found.problem))
 
     def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
@@ -726,7 +724,7 @@ class Supervisor:
             self.attend(self._state.generation, self._state.seat.index)
 
 
-def _begun(generation: Generation, names: tuple[str, ...], index: int, resume_step: int) -> events.Generation:
+def _begun(generation: Generation, names: tuple[str, ...], resume_step: int) -> events.Generation:
     return events.Generation(
         number=generation.number,
         world_size=generation.world_size,
@@ -735,7 +733,6 @@ def _begun(generation: Generation, names: tuple[str, ...], index: int, resume_st
         restarts=generation.restarts.spent,
         nodes=names,
         resume_step=resume_step,
-        index=index,
         in_place=generation.in_place,
         waits=generation.waits,
     )

@@ -173,6 +173,6 @@ def read(worker: WorkerEnv) -> Payload:
     payload = Payload(os.dup(worker.state_fd))
     problem = payload.flaw(copy.size, copy.digest)
     if problem:
-        agent_client.agent_link().say(Damaged(copy.step, problem))
+        agent_client.agent_link().say(Damaged())
         raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
     return payload

@@ -215,13 +215,7 @@ class Unsaved:
 
 @dataclass(frozen=True)
 class Damaged:
-    """The copy of `step` in this node's memory is damaged: this worker fails, and no other may use the copy.
-
-    `problem` is what was found.
-    """
-
-    step: int
-    problem: str
+    """The copy in this node's memory is damaged: this worker fails, and no other may use the copy."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class HangMonitor:
     def _goes_on(self, generation: int, stood_s: float) -> None:
         """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""
         if self._told_of is not None:
-            self._events.write(events.GoesOn(generation, self._told_of, round(stood_s, 1)))
+            self._events.write(events.GoesOn(generation, self._told_of))
             self._say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
         self._told_of = None
 
@@ -383,7 +383,7 @@ class HangMonitor:
         """Say which ranks run on after others have ended. Returns the failure's message."""
         age, bound = f"{stacks.age_s:.0f} s", ""
         if stacks.final:
-            self._write(events.Stalled, stacks, lines, self._pace.step)
+            self._write(stacks, lines, self._pace.step)
         if self._hang_s:
             bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
         what = "has done nothing since" if stacks.final else f"is waited for{bound}"
@@ -396,21 +396,21 @@ class HangMonitor:
         """Keep the stacks of workers that make no step, and say where they are. Returns the failure's message."""
         age_s, directory = stacks.age_s, self._settings.run_dir
         keep(stacks, lines, self._settings.node, directory)
-        kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
-        self._write(kind, stacks, lines, stacks.step)
-        if stacks.why == "stalled" and not stacks.final:
-            logs = f"{directory}/logs/generation-{stacks.generation}"
-            self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
-            self._told_of = stacks.step
+        if stacks.why == "stalled":
+            self._write(stacks, lines, stacks.step)
+            if not stacks.final:
+                logs = f"{directory}/logs/generation-{stacks.generation}"
+                self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+                self._told_of = stacks.step
         for rank, each in lines.items() if stacks.why == "paused" else ():
             self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {where(each)}")
         blamed_step, reason = self._blamed_step
         culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
         return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
 
-    def _write(self, kind: type[events.Stalled], stacks: Stacks, lines: Mapping[int, Sequence[str]], step: int) -> None:
+    def _write(self, stacks: Stacks, lines: Mapping[int, Sequence[str]], step: int) -> None:
         by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
-        self._events.write(kind(stacks.generation, step, round(stacks.age_s, 3), stacks.final, by_rank))
+        self._events.write(events.Stalled(stacks.generation, step, round(stacks.age_s, 3), stacks.final, by_rank))
 
 
 def last_ns(page: StatusPage) -> int:

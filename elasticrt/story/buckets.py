@@ -296,15 +296,10 @@ class LifeSpans:
         known._finish(end)
         return tuple(known._spans)
 
-    def painted(self) -> dict[str, float]:
-        """Take out the seconds by bucket that are final. Summed over all calls they only grow."""
-        found, self._spans = totals(self._spans), []
-        return found
-
-    def counted_on(self, now: float) -> dict[str, float]:
-        """Seconds by bucket of what is not final yet, but known up to `now`: a wait without a step, a hang."""
+    def known_at(self, now: float) -> dict[str, float]:
+        """Seconds by bucket of what is final, and of what is known up to `now`: a wait without a step, a hang."""
         known = copy(self)
-        known._spans = []
+        known._spans = list(self._spans)
         course = self._courses.get(self._newest)
         first_since = course.stands_since if course is not None else None
         stands_since = self._course.stands_since

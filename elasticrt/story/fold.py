@@ -676,7 +676,7 @@ class Story:
     def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, at: float) -> None:
         """Steps stand still, or go on again."""
         course = self._courses.get(event.generation)
-        if course is None or isinstance(event, events.Late | events.Paused):
+        if course is None:
             return
         if isinstance(event, events.GoesOn):
             course.goes_on(at)

@@ -32,10 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParentLost:
-    """The worker parent has ended, and its workers with it. `asked`: it was asked to."""
+    """The worker parent has ended, and its workers with it."""
 
     reason: str
-    asked: bool = False
 
 
 ParentEvent = FromParent | ParentLost
@@ -140,7 +139,7 @@ class WorkerParent:
             self._process.kill()  # It has closed its channel and does not end: it is of no more use.
             code = self._process.wait()
         with self._sending:
-            asked, self._closing = self._closing, True
+            self._closing = True
             self._channel.close()
         # A killed parent takes its workers along, but not the processes that these have started.
         for pid in in_sessions({pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}):
@@ -148,7 +147,7 @@ class WorkerParent:
                 os.kill(pid, signal.SIGKILL)
         self._ended.set()
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return ParentLost(f"the worker parent (pid {self.pid}) ended: {ended}; {reason}", asked)
+        return ParentLost(f"the worker parent (pid {self.pid}) ended: {ended}; {reason}")
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:

@@ -189,8 +189,7 @@ class WorkerIO:
                     self._thread.forget(parent)
                     # All that are known are its workers: the next parent starts none before this event was handled.
                     self._lost(list(self._workers), event.reason)
-                    if not event.asked:
-                        self._sink(event)
+                    self._sink(event)
                 case Started():
                     for worker in self._started_as(event):
                         worker.pid, env = event.pid, worker.env

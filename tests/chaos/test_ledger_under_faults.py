@@ -91,7 +91,7 @@ def _directories(tmp_path: Path) -> list[Path]:
 
 def _has_arrived(agent: AgentProcess) -> bool:
     """Whether it has joined, or is gone again: one that comes after the end of the run finds nobody."""
-    return agent.process.poll() is not None or any(event["event"] == "registered" for event in agent.events)
+    return agent.process.poll() is not None or any(event["event"] == "agent_started" for event in agent.events)
 
 
 def _proven(tmp_path: Path, told: list[str], verdict: AuditResult) -> None:

@@ -51,7 +51,7 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
     options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), str(loaders), "2"]) as cluster:
         keeper = cluster.start("node-0")  # It starts this machine's etcd, which nobody else would.
-        cluster.wait("an etcd", lambda: bool(cluster.events("registered")))
+        cluster.wait("an etcd", lambda: bool(cluster.events("agent_started")))
         leaver = cluster.start("node-1")
         cluster.wait("both", lambda: any(len(event["nodes"]) == 2 for event in cluster.events("generation")))
         together = cluster.number()
@@ -103,7 +103,7 @@ def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None
     options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), "0", "3"]) as cluster:
         keeper = cluster.start("node-0")
-        cluster.wait("an etcd", lambda: bool(cluster.events("registered")))
+        cluster.wait("an etcd", lambda: bool(cluster.events("agent_started")))
         leaver = cluster.start("node-1")
         cluster.wait("both", lambda: any(len(event["nodes"]) == 2 for event in cluster.events("generation")))
         together = cluster.number()

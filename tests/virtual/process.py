@@ -167,7 +167,7 @@ class VirtualSupervisor(Supervisor):
 
     def __init__(self, process: Process, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
         super().__init__(settings, put, *more)
-        self._process = process
+        self._process, self._put = process, put
 
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""

@@ -310,7 +310,7 @@ class VirtualGroup:
             return "the copy is not in this node's memory"
         if group.copy.digest not in self.process.sim.spoilt:
             return ""
-        told = WorkerSaid(group.generation, env.rank, 0, Damaged(group.copy.step, "another digest"))
+        told = WorkerSaid(group.generation, env.rank, 0, Damaged())
         self.process.sim.engine.after(0.1, group.emit, told)
         return "the copy is damaged"
 

@@ -82,7 +82,7 @@ def test_the_time_of_a_script_without_a_loop_is_counted() -> None:
     metrics.tell(record(24.0, "a", events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
     found = [values(metrics, "a", now) for now in (30.0, 40.0)]
     assert [(each["train"], each["detect"]) for each in found] == [pytest.approx((16.5, each)) for each in (10.0, 20.0)]
-    metrics.tell(record(41.0, "a", events.GoesOn(1, 20, 21.0)))
+    metrics.tell(record(41.0, "a", events.GoesOn(1, 20)))
     metrics.tell(record(44.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=23)))
     metrics.tell(record(49.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=28)))
     after = values(metrics, "a", 50.0)
@@ -131,7 +131,7 @@ def test_the_time_of_a_node_that_stands_by_is_counted_while_it_does() -> None:
     """Whether it has trained before or not, and whether a worker has set up or not; the generations as well."""
     metrics = Metrics()
     metrics.tell(record(0.0, "c", started()))
-    without = [events.StandsBy(**{**vars(begun(each, "ab")), "index": -1}, age_s=0.0) for each in (1, 2)]
+    without = [events.StandsBy(**vars(begun(each, "ab")), age_s=0.0) for each in (1, 2)]
     metrics.tell(record(0.5, "c", without[0]))
     metrics.tell(record(1.0, "c", warm()))
     found = [values(metrics, "c", now) for now in (21.0, 51.0)]

@@ -98,9 +98,7 @@ def test_a_damaged_copy_is_refused_before_it_is_parsed(
                 time.sleep(0.005)
     assert not parsed
     assert all(map(torch.equal, untouched, model.parameters()))
-    (told,) = agent.of(Damaged)
-    assert told.step == 3
-    assert words in told.problem
+    assert agent.of(Damaged) == [Damaged()]
 
 
 def test_a_copy_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_what_was_finished_before_a_leave(generation: int | None, step: int, las
     Where none was agreed, as by workers that hang, it counts the newest step.
     """
     if generation is not None:
-        begun = events.Generation(generation, 1, "start", "start", 0, ("node-0",), 0, 0, False, False)
+        begun = events.Generation(generation, 1, "start", "start", 0, ("node-0",), 0, False, False)
         _run("calm-fox", begun, events.Progress(generation, step, 0.0, 0.0, 0.0), lives=False)
     directory = Path("runs/calm-fox")
     assert left_after(HandoverRecord(generation=1, cause="x", step=101, save=True), directory) == last

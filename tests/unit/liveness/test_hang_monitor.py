@@ -235,7 +235,7 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
             assert monitor.is_to_ask(began, first=True)
             monitor.blame(2, {"n0": "", "n1": ""}, {"n1": waits}, {})
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
-    assert kept[1] == events.GoesOn(2, 5, 12.0)
+    assert kept[1] == events.GoesOn(2, 5)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
 
 

@@ -103,11 +103,11 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
         ),
         pytest.param(
             [
-                (6.0, "a", events.StandsBy(**{**vars(begun(2, "b", "failure")), "index": -1}, age_s=2.0)),
+                (6.0, "a", events.StandsBy(**vars(begun(2, "b", "failure")), age_s=2.0)),
                 (7.0, "a", events.Ready(0)),
                 (10.0, "a", begun(3, "ab", "join")),
                 (10.5, "a", events.WorkerEnded(3, 0, 13, 1, "rank 0 on a: exit code 1")),
-                (11.0, "a", events.StandsBy(**{**vars(begun(4, "b", "failure")), "index": -1})),
+                (11.0, "a", events.StandsBy(**vars(begun(4, "b", "failure")))),
                 (12.0, "a", events.Ready(0)),
                 (15.0, "a", events.AgentStopped(0)),
             ],

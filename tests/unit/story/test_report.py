@@ -105,7 +105,7 @@ def test_a_node_that_has_stood_by_counts_the_steps_since_it_was_let_in():
     """In the lines at its end, which are of its own events; one that was never let in has none."""
     stood_by = [
         (0.0, "c", started()),
-        (0.5, "c", events.StandsBy(**{**vars(begun(1, "ab", "start")), "index": -1}, age_s=0.0)),
+        (0.5, "c", events.StandsBy(**vars(begun(1, "ab", "start")), age_s=0.0)),
         (1.0, "c", warm()),
     ]
     let_in = [

@@ -143,7 +143,7 @@ PLAIN = [each for each in THREE_STEPS if not isinstance(each[2], events.FirstSte
 def test_a_hang_without_a_loop_is_in_every_view_until_the_steps_go_on(node):
     """Of one node as of the run: that it stands, since when, and its time; afterwards that it does not."""
     hang = [(at, each, culprit(20, at - 6.0)) for at in (9.5, 12.0) for each in "ab"]
-    ends = [(20.0, each, events.GoesOn(1, 20, 14.0)) for each in "ab"]
+    ends = [(20.0, each, events.GoesOn(1, 20)) for each in "ab"]
     own, whole = ([each for each in PLAIN if each[1] in nodes] for nodes in (node, "ab"))
     for begins in (own, whole):
         nodes = {each[1] for each in begins}
@@ -187,7 +187,7 @@ def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
     for spans in (lasts.spans(now), *lasts.spans_by_node(now).values()):
         spent = totals(spans)
         assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0))
-    assert "detect" not in lasts.lives[0].spans.counted_on(now)
+    assert "detect" not in lasts.lives[0].spans.known_at(now)
     ends = [(now + 0.1, node, progress(40, now - 6.0)) for node in "ab"]
     spent = totals(story([*entries, *ends]).spans())
     assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
@@ -229,7 +229,7 @@ def test_who_was_left_out_does_not_train():
         (10.0, "a", events.Recovery(2, 4.0, {**PAUSE, "detect": 3000.0})),
         (29.9, "b", events.Step(1, 20, 0, {})),  # It tells of its last steps when it wakes up.
         (30.0, "b", progress(20)),
-        (30.5, "b", events.StandsBy(**{**vars(again), "index": -1}, age_s=24.5)),
+        (30.5, "b", events.StandsBy(**vars(again), age_s=24.5)),
     ]
     back = (31.0, "b", begun(3, "ab", "join"))
     for known, now, standby in ((entries, 30.9, 21.4), ([*entries, back], 31.0, 21.5)):
@@ -397,7 +397,7 @@ OUTLIVES_ITS_GENERATION = [
     *THREE_STEPS,
     (5.0, "c", started()),
     (5.5, "c", warm()),
-    (5.6, "c", events.StandsBy(**{**vars(begun(1, "ab", "start", in_place=False)), "index": -1})),
+    (5.6, "c", events.StandsBy(**vars(begun(1, "ab", "start", in_place=False)))),
     AT_SIX,
     *((9.5, each, _blames(1, 3.5)) for each in "ab"),
     *((66.0, each, begun(2, "abc", "join", "c joined")) for each in "abc"),
@@ -427,7 +427,7 @@ def test_a_hang_that_outlives_its_generation_is_one_and_all_of_it_is_detected(mo
     third = begun(3, "ac", "failure")
     entries += [
         *((76.0, each, third) for each in "ac"),
-        (76.0, "b", events.StandsBy(**{**vars(third), "index": -1}, age_s=70.0)),
+        (76.0, "b", events.StandsBy(**vars(third), age_s=70.0)),
         (77.0, "a", events.FirstStep(3, 21, 20, 71.0, 0)),
         (77.0, "a", events.Recovery(3, 71.0, SEVENTY)),
         (77.0, "c", events.FirstStep(3, 21, 20, None, None)),

@@ -92,7 +92,7 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
     me.spec = SimpleNamespace(join="budget", max_nodes=1)
 
     def stands_by(_, names):
-        console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False)) | {"index": -1}))
+        console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False))))
 
     for _ in range(2):
         console.generation(view, me, stands_by)

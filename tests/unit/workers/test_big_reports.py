@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from elasticrt.ipc.messages import Built, Damaged, decode, encode
+from elasticrt.ipc.messages import Built, Unsaved, decode, encode
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.rendezvous.view import View, apply
 from elasticrt.store.protocol import Event, KeyValue
@@ -69,7 +69,7 @@ def test_an_error_file_of_brackets_is_no_error_file():
 @pytest.mark.parametrize("piece", [*PIECES.values(), os.fsdecode(b"caf\xe9")])
 def test_a_message_arrives_as_it_was(piece):
     """Between workers and their agent every text travels whole, of whatever it consists."""
-    for message in (Built(1, piece, piece * 200, piece * 1000), Damaged(3, piece * 1000)):
+    for message in (Built(1, piece, piece * 200, piece * 1000), Unsaved(3, piece * 1000)):
         assert decode(encode(message)) == message
 
 
