@@ -148,6 +148,7 @@ class Agent(Side):
     def _told(self, number: int, _frame: object) -> None:
         """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
         self.queue.put(signal.Signals(number))
+        self.node.told_to_leave()  # At once: the loop may be waiting for etcd.
         self._signals += 1
         # The user may have given SIGALRM the meaning of another signal by --signals. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:

@@ -458,6 +458,11 @@ class Supervisor:
             self._announce_end()
             self._kill_late = (generation, self.group.terminate(grace_s, generation))
 
+    def told_to_leave(self) -> None:
+        """Let workers know that this node leaves, and when will be said. Called by a signal handler."""
+        for page in self.pages.of(self._state):
+            page.leaves = 1
+
     def _announce_end(self) -> None:
         """Let workers obey the next SIGTERM: they ignore those that do not come from their agent."""
         for page in self.pages.of(self._state):

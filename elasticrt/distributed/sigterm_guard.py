@@ -2,7 +2,7 @@
 
 Some schedulers send SIGTERM to every process of a job at once (SLURM does). The agent then wants all workers to stop
 together at an agreed step, which dead workers cannot do. So a SIGTERM that the agent has not announced on the page is
-not obeyed at once. If the agent asks for nothing within OBEY_S, the signal was meant for this process alone. It leaves
+not obeyed at once. If the agent does not get one within OBEY_S, the signal was meant for this process alone. It leaves
 its state to the agent and dies at its next step boundary, or dies where the loop ends. A handler of the script's own
 stays, and decides.
 """
@@ -24,7 +24,7 @@ from typing import Any
 from elasticrt.distributed import agent_client
 
 OBEY_S = 2.0
-"""How long an agent may take to get the same signal and to ask for a handover; it takes milliseconds."""
+"""How long an agent may take to get the same signal; it takes milliseconds."""
 
 
 class SigtermGuard:
@@ -45,14 +45,19 @@ class SigtermGuard:
         """Stop guarding. A signal that was not acted upon is obeyed now, unless an exception ends the loop anyway."""
         if signal.getsignal(signal.SIGTERM) == self._received:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.received_at is not None and sys.exc_info()[0] is None and not self._page.stop:
+        if self.received_at is not None and sys.exc_info()[0] is None and not self._agent_leaves:
             _die()
 
     def obey(self, leave: Callable[[], object]) -> None:
         """At a step boundary after a signal: `leave` the state and die, unless the agent has asked for a handover."""
-        if self.received_at is not None and time.monotonic() - self.received_at > OBEY_S and not self._page.stop:
+        if self.received_at is not None and time.monotonic() - self.received_at > OBEY_S and not self._agent_leaves:
             leave()
             _die()
+
+    @property
+    def _agent_leaves(self) -> bool:
+        """Whether the agent has got the signal as well, or has already asked for a handover."""
+        return bool(self._page.leaves or self._page.stop)
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:
         if self._page.ending:

@@ -72,6 +72,7 @@ class StatusPage:
         go: while workers hold: the step after which all hand over; 0 while it is not known.
         save: before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
         ending: not 0: the next SIGTERM comes from the agent, and the worker obeys it.
+        leaves: not 0: the agent itself was told to leave, and will say when: a SIGTERM from elsewhere is not obeyed.
     """
 
     entered = _Word(0)
@@ -102,6 +103,7 @@ class StatusPage:
     pausing_ns = _Word(35)
     saving_ns = _Word(36)
     samples = _Word(37)
+    leaves = _Word(38)
 
     def __init__(self, fd: int) -> None:
         """Map the file of `fd`, which may be closed then; -1: memory that only this process and its forks see."""

@@ -72,13 +72,15 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
 
 @pytest.mark.parametrize("epochs", [pytest.param("1", id="at-the-end"), pytest.param("5", id="in-the-middle")])
 def test_sigterm_to_a_worker_alone_ends_it(tmp_path: Path, script: Path, epochs: str) -> None:
-    """K08: a SIGTERM of which its agent knows nothing was meant for the worker: it dies of it, and is restarted."""
+    """K08: a SIGTERM of which its agent knows nothing was meant for the worker: it leaves its step, dies of the signal,
+    and is restarted from there."""
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", [], [str(script), "0", epochs]) as cluster:
         agent = cluster.start("node-0")
         cluster.wait_for_commits(1)
         os.kill(agent.worker_pids()[0], signal.SIGTERM)
         assert cluster.ended() == {"node-0": 0}
     assert [event["code"] for event in cluster.events("worker_ended")] == [-signal.SIGTERM, 0]
+    assert {event["redone"] for event in cluster.events("first_step")} <= {0, None}
 
 
 def _pull_the_plug(node: AgentProcess, grace_s: float) -> int:

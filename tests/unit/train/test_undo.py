@@ -1,4 +1,5 @@
-"""Steps with a GradScaler that are undone because a peer was lost, where that is seen as late as NCCL shows it."""
+"""Steps that are undone because a peer was lost: with a GradScaler, where that is seen as late as NCCL shows it; and
+with values that the script changes in place."""
 
 from __future__ import annotations
 
@@ -62,3 +63,24 @@ def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unsca
         return [float(each.detach().sum()) for each in net.parameters()], scaler.get_scale()
 
     assert train(loses=True) == train(loses=False)
+
+
+def test_values_that_contain_others_are_undone() -> None:
+    """S6: lists and dicts in `loop.vars` and in an optimizer's groups go back, at every try."""
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = TrainingState({"net": net, "optimizer": optimizer}, None, None, None, "")
+    state.vars.update(history=[1], best={"step": 1, "each": [torch.ones(1)]}, seen={1}, count=1)
+    optimizer.param_groups[0]["log"] = [1]
+    undo = Undo(state, seeded=True)
+    for _ in range(2):
+        undo.note()
+        state.vars["history"].append(2)
+        state.vars["best"]["each"][0] += 1
+        state.vars["best"]["step"] = 2
+        state.vars["seen"].add(2)
+        state.vars["count"] += 1
+        optimizer.param_groups[0]["log"].append(2)
+        assert undo.put_back()
+        assert state.vars == {"history": [1], "best": {"step": 1, "each": [torch.ones(1)]}, "seen": {1}, "count": 1}
+        assert optimizer.param_groups[0]["log"] == [1]
