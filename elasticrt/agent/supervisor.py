@@ -712,6 +712,10 @@ class Supervisor:
                     wait_s = self._joining.failed(self._clock.monotonic())
                     self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
             self._failed(event.failure)
+        elif event.code == 0 and not self.pages.took_seat(self._state, event.local_rank):
+            # It has finished in the generation before. The others wait for it, and for its state.
+            message = "had ended before it could go on"
+            self._failed(lost_peer(rank=event.rank, node=self._settings.node, message=message))
         elif event.code == 0:
             self._state = replace(self._state, well=(*self._state.well, event.rank))
 

@@ -66,6 +66,11 @@ class WorkerPages:
         trains = leaves or self._word(local_rank, state.number, "stepping") == 1
         return began < state.seated_ns and (restored < began or trains)
 
+    def took_seat(self, state: GroupState, local_rank: int) -> bool:
+        """Whether a worker has come to the group of its present seat, or was started for it."""
+        in_place = state.generation is not None and state.generation.in_place
+        return not in_place or self._word(local_rank, state.number, "init_at_ns") >= state.seated_ns
+
     def unmet_since(self, state: GroupState, now: float) -> float | None:
         """Since when workers have been waiting too long for the others of their generation; None: they have not.
 

@@ -125,6 +125,8 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
         yield from leave(replica)
         yield from replica.refresh()
+    elif mine is not None:
+        return False  # Of another process with this name: its lease ends, or it lives.
     txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)
     return bool((yield from replica.write(txn)))
 

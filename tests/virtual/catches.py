@@ -150,6 +150,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "those that have the state leave, and the others start anew": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
+    "who ends before it takes its seat has ended well": (
+        "L1",
+        "the last worker with the state ends as another one is killed, and a newcomer gets its seat",
+    ),
     "a rank that never met the others is to save": ("L1", "a node leaves before it has met the one that is to save"),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (

@@ -174,6 +174,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if not (led.others_go_on", "if False and not (led.others_go_on"),),
     "those that have the state leave, and the others start anew": ((_LED, "LeaderContext.others_go_on", " and (not self.in_place or go_on(self.view, stay))", ""),),
     "a step that does not end is waited for by those that leave": ((_LED, "left_until", "if not (led.leaving", "if True or not (led.leaving"),),
+    "who ends before it takes its seat has ended well": ((_A + "supervisor", "Supervisor._seated_ended", "event.code == 0 and not self.pages", "False and not self.pages"),),
     "a rank that never met the others is to save": ((_LED, "saving", "led.generation.waits and led.standing_since is not None", "False"),),
     "who waits for a pause waits as for a step": ((_LED, "left_until", "led.others_go_on and stands is None", "stands is None"),),
     "the only copies leave with their node": ((_LED, "re_form", 'if kind in ("failure", "lost") and', "if False and"),),

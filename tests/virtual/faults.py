@@ -65,7 +65,7 @@ class Faults:
         sim = self.sim
         sim.calm = True
         sim.engine.say("-----", "faults stop")
-        sim.down_until = 0.0
+        sim.down_until = min(sim.down_until, sim.engine.now)
         self._thaw()
         sim.cut_etcd.clear()
         sim.cut_peers.clear()
@@ -251,7 +251,9 @@ class Faults:
     def outage(self, process: None, fault: Fault) -> None:
         """Nobody reaches etcd; its leases run on."""
         self.sim.trouble_at = self.sim.engine.now + fault.for_s
-        if self.sim.down_until < self.sim.engine.now:
+        if (
+            self.sim.down_until < self.sim.engine.now - 1.0
+        ):  # In less time agents may not have noticed that it was back.
             self.sim.down_since = self.sim.engine.now
         self.sim.down_until = max(self.sim.down_until, self.sim.engine.now + fault.for_s)
 
