@@ -222,18 +222,25 @@ def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[lis
 def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
     """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
     offsets: dict[Path, int] = {}
-    last, dead = False, list[str]()
-    while not last:
+
+    def read() -> list[str]:
         lines = [line for text in added(files(directory), offsets, whole=True).values() for line in text.splitlines()]
         known = [(story.clocks.when(record), line, record) for line in lines if (record := events.decode(line))]
         known.sort(key=lambda each: each[0])
         for _, _, record in known:
             story.tell(record)
+        return [line for _, line, _ in known]
+
+    last = False
+    while not last:
+        lines = read()
         story.run_id = story.run_id or directory.name
-        for node in dead:  # All that they have written has just been read.
-            story.killed(node)
-        dead, last = dead_here(story), over()
-        yield [line for _, line, _ in known], last
+        if dead := dead_here(story):
+            lines += read()  # What they have written before their end.
+            for node in dead:
+                story.killed(node)
+        last = over()
+        yield lines, last
         if not last:
             time.sleep(LOOK_EVERY_S)
 

@@ -99,7 +99,7 @@ def test_a_file_without_its_first_lines_is_read(tmp_path: Path) -> None:
 
 
 def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) -> None:
-    """L8: they have noted no end, and their processes are no more."""
+    """L8: they have noted no end, and their processes are no more. Who begins to look then learns it at once."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         begins = events.AgentStarted(process.pid, "calm-fox", "etcd", "runs/calm-fox", machine(), 1, 4)
         write(tmp_path, [(0.0, "a", begins), (1.0, "a", warm()), (2.0, "a", begun(1, "a", "start"))])
@@ -110,4 +110,7 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
                 process.kill()
                 process.wait()
     assert alive[0] == ("a",)
-    assert alive[-1] == ()
+    assert alive[1] == ()
+    later = Story()
+    next(looks(tmp_path, later, lambda: True))
+    assert later.alive() == ()
