@@ -23,10 +23,10 @@ from elasticrt.story.fold import Story
 from elasticrt.story.page import page
 from elasticrt.story.run_dir import dead_here
 from elasticrt.story.sentences import trouble
-from elasticrt.text import plain
+from elasticrt.text import cut, plain
 
 LOOK_EVERY_S = 0.2
-RUNS_SHOWN = 20
+RUNS_SHOWN, STATE_SHOWN_BYTES = 20, 160
 
 REPORT = """\
 examples:
@@ -154,7 +154,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state
         steps = f"{sentences.made(story):,}" if story.counts else "-"
-        rows.append((directory.name, begun, nodes, steps, goodput, state))
+        rows.append((directory.name, begun, nodes, steps, goodput, cut(state, STATE_SHOWN_BYTES)))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if more := len(list(found)):
         lines.append(f"... and {more} more in {arguments.log_dir}")

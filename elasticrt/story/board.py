@@ -90,11 +90,11 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 def _nodes(story: Story) -> list[dict[str, str]]:
     """Each node with its state, those that train first."""
     chapter, alive, found = story.chapter, story.alive(), []
-    seated = chapter.nodes if chapter is not None else ()
+    seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated()}
     blamed = story.stand.culprit.nodes if story.stand is not None else None
     for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
         generation, pids = story.workers.get(name, (0, {}))
-        trains = name in seated and name in alive
+        trains = name in trains_now
         ranks = ", ".join(map(str, pids)) if trains and chapter is not None and generation == chapter.number else ""
         seated_word = "waiting" if chapter is not None and chapter.waits else "training"
         if blamed is not None:

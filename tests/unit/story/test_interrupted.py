@@ -40,6 +40,8 @@ def test_a_node_that_comes_back_alone_waits() -> None:
     told.killed("b")
     now, said = 45.0, "waiting for nodes: 1 of at least 2 here"
     assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
+    nodes = {each["name"]: each["state"] for each in board(told, now)["nodes"]}
+    assert nodes == {"a": "standing by", "b": "gone"}
     assert totals(told.spans_by_node(now)["a"])["waiting for nodes"] == pytest.approx(1.0 + 4.0)
     assert "standby" not in totals(told.spans(now))
 
