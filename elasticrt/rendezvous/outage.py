@@ -74,7 +74,8 @@ class Outage:
     def end(self, now: float) -> None:
         """Everything has been read again."""
         if self.since is not None and self.problem:
-            self._say(f"etcd answers again after {now - self.since:.1f} s")
+            lasted_s = now - self.since  # Without the time for which the first request waited.
+            self._say("etcd answers again" + (f" after {lasted_s:.1f} s" if lasted_s >= RETRY_S else ""))
         self.since, self.problem, self.alone_since = None, "", None
 
     def is_due(self, now: float) -> bool:
