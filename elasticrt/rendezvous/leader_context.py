@@ -184,6 +184,11 @@ class LeaderContext:
         """The member key of this seat's life, if it is there."""
         return self._keys.get(seat.incarnation)
 
+    def runs(self, seat: Seat) -> bool:
+        """Whether the node's key says that its workers are in this generation."""
+        key = self.key_of(seat)
+        return key is not None and key.record.generation == self.generation.number
+
     def has_left(self, seat: Seat) -> bool:
         """Whether the node said goodbye, or has begun another life."""
         return seat.incarnation in self._left

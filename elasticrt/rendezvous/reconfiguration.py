@@ -140,8 +140,9 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since:
     until = since + HOLD_S_MAX
     if missing and led.now < until:
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
-    if missing and wish.kind == "join":
-        return Withdraw(f"given up: {list_names(seat.node for seat in missing)} did not answer")  # Or has just ended.
+    # Who runs it and does not answer may just have ended. Who has not begun it, as a build goes on there, has no step.
+    if missing and wish.kind == "join" and all(led.runs(seat) for seat in missing):
+        return Withdraw(f"given up: {list_names(seat.node for seat in missing)} did not answer")
     if missing:
         return re_form(led, wish.kind, wish.cause)
     record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)

@@ -257,7 +257,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "claim without _unchanged(key, seen_mod)": ("S9", "two claim in the same moment"),
     "claim without _unchanged(keys.generation, generation_mod)": ("S9", "a claim meets the next generation"),
     "settle without _unchanged(key, claimed_mod)": ("S9", "a builder stops before it says that it is done"),
-    "decide without: view.result is not None": ("L2", "a node is killed"),
+    "decide without: view.result is not None": ("L8", "a node is killed"),
     "decide without: me.leaving": ("L2", "a node leaves, and its machine goes off"),
     "decide without: me.record.draining and _may_leave(me, view)": ("L2", "a node drains, and nothing is lost"),
     "decide without: view.number < me.known": ("S1", "the generation is deleted"),
@@ -385,7 +385,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L8",
         "news of a handover that was given up come while the next is under way",
     ),
-    "_after_hold without: missing and wish.kind == 'join'": (
+    "_after_hold without: missing and wish.kind == 'join' and all((led.runs(seat) for seat in missing))": (
         "L9",
         "a node would be let in in the moment in which the last worker ends",
     ),
