@@ -188,7 +188,7 @@ class EventLoop:
         except StoreUnavailable as error:
             self.member.failed(error, self._clock.monotonic())
         else:
-            self.member.has_read_again(now)
+            self.member.outage.end(now)
 
     def _do(self, decision: Decision) -> float | None:
         """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""

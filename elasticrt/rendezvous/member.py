@@ -147,6 +147,8 @@ class Member:
         if state.word != "connected":
             self._note(f"lease {state.word}: {state.reason}")
             self.outage.suspect(now)
+        elif self.outage.since is None:
+            self.outage.alone_since = None
 
     def failed(self, error: StoreError, now: float) -> float:
         """A request has failed that was to be carried out. Returns when to decide again, 0 for at once.
@@ -164,13 +166,6 @@ class Member:
             case StoreFull():
                 return self.outage.full(error, now)
         raise error
-
-    def has_read_again(self, now: float) -> None:
-        """Everything has been read again. That ends an outage, unless the lease is still overdue: then look again."""
-        if self.me.lease == "suspended":
-            self.outage.look_again(now)
-        else:
-            self.outage.end(now)
 
     # What to do.
 
@@ -190,8 +185,8 @@ class Member:
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
     def listens_to(self, now: float) -> Sequence[Seat]:
-        """Whom to ask which generation they are in, while etcd does not answer."""
-        if self.outage.since is None or not self.me.running:
+        """Whom to ask which generation they are in, while etcd does not answer, or the lease is overdue."""
+        if not self.me.running or (self.outage.since is None and self.me.lease != "suspended"):
             return ()
         return self.outage.listens_to([seat for seat in self.view.order() if seat.node != self.me.record.node], now)
 

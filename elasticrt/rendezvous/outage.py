@@ -60,10 +60,6 @@ class Outage:
         if not self.problem:
             self.problem = str(error)
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
-        self.look_again(now)
-
-    def look_again(self, now: float) -> None:
-        """Read everything again a little later."""
         self.retry_at = now + RETRY_S
 
     def suspect(self, now: float) -> None:
@@ -88,7 +84,7 @@ class Outage:
 
     def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
         """Which of the generation's other `seats` to ask for their generation now: all of them once a second."""
-        if self.since is None or now < self._listen_at:
+        if now < self._listen_at:
             return ()
         self._listen_at = now + LISTEN_S
         if seats and self.alone_since is None:

@@ -154,7 +154,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "the last worker with the state ends as another one is killed, and a newcomer gets its seat",
     ),
-    "a rank that never met the others is to save": ("L1", "a node leaves before it has met the one that is to save"),
+    "a rank that never met the others is to save": ("L1", 1355375),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (
         "S10",

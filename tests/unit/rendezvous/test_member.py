@@ -77,18 +77,6 @@ def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     assert member.outage.is_due(12.0)
 
 
-def test_an_outage_lasts_as_long_as_the_lease_is_overdue() -> None:
-    """One answer from etcd does not end it: what comes after may be unreachable again, and peers know more."""
-    member = _member([])
-    member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
-    member.has_read_again(12.0)
-    assert not member.outage.is_due(12.4)
-    assert member.outage.is_due(12.5)
-    member.handle(SessionState("connected", 0, 5.0, 13.0, "etcd answers"), 13.0)
-    member.has_read_again(13.0)
-    assert not member.outage.is_due(99.0)
-
-
 def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
     """People are told once."""
     said: list[str] = []
