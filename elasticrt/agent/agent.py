@@ -470,7 +470,8 @@ class Agent(Side):
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                self.membership.proxy.close(CLOSE_S)  # A commit under way is to be known below.
+                self.membership.proxy.close(CLOSE_S)
+                self._impatient()  # A commit that was under way is to be known below.
                 late_after = reached if self.late or away else 0
                 asks = saves or late_after or self.console.narrates
                 head, known = self._newest() if asks else (None, False)
@@ -517,25 +518,27 @@ class Agent(Side):
         """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
 
         One that this node has committed or heard of is on its disk, also when etcd has forgotten it. One alone in its
-        generation knows all of them.
+        generation knows all of them, as that names the newest one before it.
         """
         heard, found, answered = self.member.view, None, self.member.outage.since is None
-        alone = heard.generation is not None and heard.generation.record.nodes == 1
+        generation = heard.generation.record if heard.generation is not None else None
+        alone, before = generation is not None and generation.nodes == 1, generation.resume if generation else None
         try:
             found = self.membership.driver.run(self.member.newest_head()) if answered else None
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             answered = False
-        known = [each for each in (found, self.saved, heard.head.record if heard.head else None) if each is not None]
+        head = heard.head.record if heard.head else None
+        known = [each for each in (found, self.saved, head, before) if each is not None]
         return max(known, key=lambda each: each.reached, default=None), answered or alone
 
     def _impatient(self) -> bool:
-        """Fold the ends of workers. Returns whether a second signal has come."""
+        """Fold the ends of workers, and what they have saved. Returns whether a second signal has come."""
         while not self.queue.empty():
             event = self.queue.get_nowait()
             self.hurry = self.hurry or isinstance(event, signal.Signals)
-            if isinstance(event, WorkerEnded | GroupEnded):
-                self.node.fold(event)
+            if isinstance(event, WorkerEnded | GroupEnded | Commit):
+                self.handle(event)
         return self.hurry
 
 
