@@ -227,7 +227,13 @@ _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def _clone(value: Any) -> Any:
-    """A copy of what a step may change in place."""
-    if type(value) is list and _ATOMS.issuperset(map(type, value)):  # A long list of numbers is copied at each step.
-        return value.copy()
-    return copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set)) else value
+    """A copy of what a step may change in place: of lists, dicts, sets and tensors, and of such ones in them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):  # A long one of numbers is copied at each step.
+        return value.copy() if _ATOMS.issuperset(map(type, value)) else [_clone(each) for each in value]
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # Perhaps an OrderedDict, or a defaultdict.
+        copied.update((name, _clone(each)) for name, each in value.items())
+        return copied
+    return value.copy() if isinstance(value, set) else value

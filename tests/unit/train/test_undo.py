@@ -3,6 +3,8 @@ with values that the script changes in place."""
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 
@@ -71,6 +73,8 @@ def test_values_that_contain_others_are_undone() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = TrainingState({"net": net, "optimizer": optimizer}, None, None, None, "")
     state.vars.update(history=[1], best={"step": 1, "each": [torch.ones(1)]}, seen={1}, count=1)
+    state.vars["loss"] = net(torch.ones(1, 4)).sum()  # With a graph behind it.
+    state.vars["by_name"] = collections.defaultdict(list, a=[1])
     optimizer.param_groups[0]["log"] = [1]
     undo = Undo(state, seeded=True)
     for _ in range(2):
@@ -80,7 +84,13 @@ def test_values_that_contain_others_are_undone() -> None:
         state.vars["best"]["step"] = 2
         state.vars["seen"].add(2)
         state.vars["count"] += 1
+        state.vars["by_name"]["a"].append(2)
+        state.vars["by_name"]["b"].append(2)
         optimizer.param_groups[0]["log"].append(2)
         assert undo.put_back()
-        assert state.vars == {"history": [1], "best": {"step": 1, "each": [torch.ones(1)]}, "seen": {1}, "count": 1}
+        assert not state.vars.pop("loss").requires_grad
+        state.vars["loss"] = net(torch.ones(1, 4)).sum()
+        kept = {name: each for name, each in state.vars.items() if name != "loss"}
+        best = {"step": 1, "each": [torch.ones(1)]}
+        assert kept == {"history": [1], "best": best, "seen": {1}, "count": 1, "by_name": {"a": [1]}}
         assert optimizer.param_groups[0]["log"] == [1]
