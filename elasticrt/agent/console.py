@@ -14,7 +14,6 @@ from elasticrt.agent.doing import SHOWN_AFTER_S, Doing, in_words
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.agent.store_discovery import Meeting
-from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
@@ -262,9 +261,9 @@ class Console:
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
             return
-        known, leader = {each.record.incarnation for each in view.members.values()}, view.members.get(view.oldest or "")
+        leader = view.members.get(view.oldest or "")
         runs = leader is not None and leader.record.generation == view.number
-        if not runs and known.isdisjoint(each.incarnation for each in view.seats.values()):
+        if not runs and view.deserted:
             return  # That generation ended before this node joined, and the next one follows.
         self._stood_by = view.number
         tell(new, tuple(seat.node for seat in view.order()))
@@ -325,9 +324,8 @@ class Console:
         self._summarize()
         level = "info" if result.status == "succeeded" else "error"
         said = {"status": result.status, "code": result.code, "reason": result.reason}
-        # A checkpoint that can't be used can't be used again: the failure's own text has the remedy.
-        if result.status == "failed" and result.code != EXIT_CHECKPOINT and leads:
-            self.say(to_go_on(self.story), "summary")
+        if leads and (remedy := to_go_on(self.story)):
+            self.say(remedy, "summary")
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 
     def _summarize(self) -> None:

@@ -96,7 +96,8 @@ def member(
     if me.report is not None and me.report.failure is not None and me.report.generation == view.number:
         # Of another node's failure the events of this one do not tell, and no generation does while etcd is away.
         trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
-    runs = generation is not None and not (view.leads and _has_ended(view))
+    # The leader knows all members. Where none of the newest generation is left, they wait for nodes.
+    runs = generation is not None and not (view.leads and view.roster_known and view.deserted)
     number = view.number if runs else 0
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
     short_s = now - view.short_since if view.short_since is not None else 0.0
@@ -118,12 +119,6 @@ def member(
         standing_s=round(max(story.standing_s(told_at), short_s), 1),
         slow=(slow.slow, round(slow.own_s / slow.others_s, 2)) if slow is not None and slow.others_s else None,
     )
-
-
-def _has_ended(view: View) -> bool:
-    """Whether no node of the newest generation is left, so that those that are here wait for another one."""
-    here = {entry.record.incarnation for entry in view.members.values()}
-    return view.roster_known and here.isdisjoint(seat.incarnation for seat in view.seats.values())
 
 
 def readiness(

@@ -176,6 +176,12 @@ class View:
         seat = self.seats.get(node)
         return seat if seat is not None and seat.incarnation == incarnation else None
 
+    @property
+    def deserted(self) -> bool:
+        """Whether none of the members that are known has a seat."""
+        here = {entry.record.incarnation for entry in self.members.values()}
+        return here.isdisjoint(seat.incarnation for seat in self.seats.values())
+
 
 def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     """Fold changes of single keys into the view, in the order given."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
@@ -34,8 +33,8 @@ def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = sorted({life.node for life in story.lives})
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
-    failed = story.result is not None and story.result.status == "failed" and story.result.code != EXIT_CHECKPOINT
-    return [*lines, *sums(story, now), *([to_go_on(story)] if failed else [])]
+    remedy = to_go_on(story) if story.result is not None else ""  # Else the state has it.
+    return [*lines, *sums(story, now), *([remedy] if remedy else [])]
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:

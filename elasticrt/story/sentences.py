@@ -132,7 +132,12 @@ def state(story: Story, now: float | None = None) -> str:
 
 
 def to_go_on(story: Story) -> str:
-    """How a run that has ended before its script did goes on."""
+    """How a run that has ended before its script did goes on; "" where it did not, or not in this way.
+
+    A checkpoint that can't be used can't be used again: that failure's own text has the remedy.
+    """
+    if story.result is not None and (story.result.status == "succeeded" or story.result.code == EXIT_CHECKPOINT):
+        return ""
     return how_to_go_on(story.run_id, f"step {story.checkpoint:,} is saved" if story.checkpoint else "")
 
 

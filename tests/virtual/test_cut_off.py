@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Probe, Rejoin, Wait
-from tests.virtual.world import World, spec
+from elasticrt.store.lease_session import SessionState
+from tests.virtual.world import World, running, spec
 
 
 def _world(nodes: int, **changes: object) -> World:
@@ -105,6 +106,20 @@ def test_left_out_is_fenced_whether_workers_run_or_not() -> None:
     cut_off.silent = False
     cut_off.step()
     assert cut_off.life == 1
+
+
+def test_whose_lease_is_overdue_asks_its_peers_although_etcd_has_answered_since() -> None:
+    """What comes after one answer may be out of reach again, and peers may be in a newer generation."""
+    world = running(2)
+    member, now = world.members["n0"].member, world.clock()
+    assert not member.listens_to(now)
+    member.handle(SessionState("suspended", member.lease_id, 5.0, now, "no answer"), now)
+    member.outage.end(now)
+    assert [seat.node for seat in member.listens_to(now)] == ["n1"]
+    assert member.outage.alone_since == now
+    member.handle(SessionState("connected", member.lease_id, 5.0, now, "etcd answers"), now)
+    assert not member.listens_to(now + 1.0)
+    assert member.outage.alone_since is None
 
 
 def test_a_member_without_etcd_stops_when_a_peer_has_moved_on() -> None:
