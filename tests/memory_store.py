@@ -64,6 +64,9 @@ class MemoryWatch:
         self._server.forget(self)
 
 
+COMPARED = {"create": "create_revision", "mod": "mod_revision", "lease": "lease", "value": "value"}
+
+
 class MemoryServer:
     """One etcd server as a value that changes. Several `MemoryStore`s can share it, as agents share an etcd.
 
@@ -218,8 +221,8 @@ class MemoryServer:
 
     def _holds(self, compare: Compare) -> bool:
         entry = self._values.get(compare.key)
-        actual = 0 if entry is None else getattr(entry, f"{compare.target}_revision")
-        return bool(actual == compare.revision)
+        actual = 0 if entry is None else getattr(entry, COMPARED[compare.target])
+        return bool(actual == compare.expected)
 
     def _put(self, put: Put, revision: int) -> Event:
         old = self._values.get(put.key)

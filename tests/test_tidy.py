@@ -146,7 +146,6 @@ PURE = (
     "story/buckets.py",
     "story/changes.py",
     "story/fold.py",
-    "story/page.py",
     "story/report.py",
     "story/sentences.py",
     "store/protocol.py",

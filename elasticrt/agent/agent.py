@@ -427,13 +427,13 @@ class Agent(Side):
         assert isinstance(request, Request)
         # A worker that sets up beside the training prepares data for the generation that goes on.
         number = said.generation or view.number
-        # The transaction compares the revision of the worker's own generation, and fails when another one is current.
+        # The transaction compares the record of the worker's own generation. It is not sent when another is current.
         current = view.generation is not None and view.number == number
         self.membership.proxy.send(
             StoreRequest(
                 request=request,
                 generation=number,
-                generation_mod=view.generation.mod_revision if view.generation and current else -1,
+                record=view.generation.value if view.generation and current else None,
                 attempt=me.attempt,
                 node=me.record.node,
                 incarnation=me.record.incarnation,

@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A request with the generation it comes from; `generation_mod` is that record's revision in the store."""
+    """A request with the generation it comes from; `record` is that one's in the store, None if it is over."""
 
     request: Request
     generation: int
-    generation_mod: int
+    record: bytes | None
     attempt: int
     node: str
     incarnation: str
@@ -130,9 +130,10 @@ class StoreRequests:
         if refusal:
             return Reply(request.request, False, refusal)
         head_mod = current.mod_revision if current is not None else 0
-        txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
-        if self.store.commit(txn).succeeded:
-            return self._accepted(request, head)
+        if asked.record is not None:
+            txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head)
+            if self.store.commit(txn).succeeded:
+                return self._accepted(request, head)
         # An earlier try may have taken effect after the head was read, and made this one fail.
         _, known = self._head()
         if known is not None and known.nonce == head.nonce:
@@ -189,18 +190,13 @@ class StoreRequests:
             refusal = _taken(asked, record)
             if refusal:
                 return Reply(request.request, False, refusal)
-        claimed = _preparing(asked, request, "building")
-        seen_mod = current.mod_revision if current is not None else 0
-        txn = transactions.claim(
-            self._keys,
-            request.name,
-            claimed,
-            generation_mod=asked.generation_mod,
-            seen_mod=seen_mod,
-            lease=asked.lease,
-        )
-        if self.store.commit(txn).succeeded:
-            return Reply(request.request, True)
+        if asked.record is not None:
+            claimed, seen_mod = _preparing(asked, request, "building"), current.mod_revision if current else 0
+            txn = transactions.claim(
+                self._keys, request.name, claimed, generation=asked.record, seen_mod=seen_mod, lease=asked.lease
+            )
+            if self.store.commit(txn).succeeded:
+                return Reply(request.request, True)
         return Reply(request.request, False, "wait: another node")
 
     def _settle(self, asked: StoreRequest, request: Built) -> Reply:

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elasticrt.agent.health_server import is_foreign
-from elasticrt.cli.report import looks
+from elasticrt.cli.report import PAGE, looks
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.std_streams import write
 from elasticrt.store.address import is_loopback
@@ -30,7 +30,6 @@ from elasticrt.story.board import board
 from elasticrt.story.fold import Story
 from elasticrt.text import json_text
 
-PAGE = Path(__file__).with_name("dashboard.html")
 REQUEST_S = 10.0
 STREAMS_MAX = 32
 TELL_EVERY_S = 1.0

@@ -19,19 +19,20 @@ from elasticrt.ipc.std_streams import tell, write
 from elasticrt.option_values import host_and_port, whole
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir, sentences
+from elasticrt.story.board import board
 from elasticrt.story.fold import Story
-from elasticrt.story.page import page
 from elasticrt.story.run_dir import dead_here
 from elasticrt.story.sentences import trouble
-from elasticrt.text import cut, plain
+from elasticrt.text import cut, json_text, plain
 
+PAGE = Path(__file__).with_name("dashboard.html")
 LOOK_EVERY_S = 0.2
 RUNS_SHOWN, STATE_SHOWN_BYTES = 20, 160
 
 REPORT = """\
 examples:
   elasticrt report calm-fox-k7m2p
-  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html      needs matplotlib
+  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html
 
 Nodes without a shared directory each have the events of their own: copy them into one to see them together.
 """
@@ -62,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     text = "show how a run went: where its time went, what changes cost"
     made = _command(subparsers, "report", show, text, REPORT, run=True)
-    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
+    made.add_argument("--html", metavar="FILE", help="write it to FILE, as the page of the dashboard")
     _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
     shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
@@ -126,15 +127,23 @@ def show(arguments: argparse.Namespace) -> int:
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
-    text = page(story, now)
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
-            file.write(text)
+            file.write(page(story, time.time()))
     except OSError as error:
         what, remedy = "the report cannot be written", "Name a file in a directory that is there and may be written to"
         raise ConfigError(what, arguments.html, got=error.strerror, remedy=remedy) from None
     write(sys.stdout, f"written: {arguments.html}\n")
     return EXIT_OK
+
+
+def page(story: Story, now: float) -> str:
+    """The dashboard's page with a run as it is at `now`, in seconds since 1970, and its report: one file, for ever."""
+    told = report.report(story, story.present(now))
+    saved = {"board": board(story, now), "text": "\n".join([story.text, *told]).lstrip()}
+    data = json_text(saved).replace("<", "\\u003c")
+    script = f'<script type="application/json" id="saved">{data}</script>'
+    return PAGE.read_text(encoding="utf-8").replace("<!-- saved -->", script)
 
 
 def show_runs(arguments: argparse.Namespace) -> int:

@@ -248,7 +248,7 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     if unasked:
         return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
     verdict = view.verdicts[leader.record.incarnation]
-    heard_at = max((said.asked_at for said in asked.values() if said and said.kind == "alive"), default=-math.inf)
+    heard_at = max((said.asked_at for said in asked.values() if said and said.kind != "silent"), default=-math.inf)
     if heard_at > verdict.asked_at + AT_ONCE_S:
         return Probe(f"the leader {name} was silent: is it still, as the others can be reached?", seats_for([leader]))
     lives = {seat.incarnation for seat in others}

@@ -60,7 +60,7 @@ def enter(
     place = _place(keys.run_id, spec, known, result[0] if result is not None else None, alive=bool(alive), again=again)
     if not isinstance(place, Entered):
         return place
-    guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.mod_revision if generation else 0)
+    guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.value if generation else b"")
     if known is None or not alive:
         # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
         same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
@@ -104,7 +104,7 @@ def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[Non
         member: the record that it holds.
     """
     generation = yield from replica.look_up(replica.keys.generation)
-    guard = Guard(member.node, generation=generation.mod_revision if generation else 0)
+    guard = Guard(member.node, generation=generation.value if generation else b"")
     seen = Stored(member, stale.create_revision, stale.mod_revision, since=0.0)
     yield Transact(transactions.evict(replica.keys, guard, seen))
 

@@ -1,7 +1,9 @@
 """Every transaction that changes a run's shared state, as values. Pure.
 
-Everything that leaves a generation is fenced: the transaction compares the generation's mod revision, so it can only
-take effect while that generation is the current one. A lease is a sign of life, never a permission to write.
+Everything that leaves a generation is fenced: the transaction compares the generation's value, which has a nonce, so it
+can only take effect while that generation is the current one. A revision would not do: a store that was wiped counts
+anew, and comes to the same numbers when the same run begins again. A lease is a sign of life, never a permission to
+write.
 
 `Guard` collects what the writer knows: the revisions of the keys as it read them. A transaction that fails means that
 the writer's knowledge is old; it reads again and decides again. One whose outcome is unknown is handled the same way:
@@ -37,18 +39,20 @@ ABSENT_MAX = 64
 
 @dataclass(frozen=True)
 class Guard:
-    """Revisions as the writer knows them. 0 stands for an absent key, which is what etcd compares as well.
+    """The run's keys as the writer knows them. 0 stands for an absent key, which is what etcd compares as well.
 
     Attributes:
         node: the writer.
-        me: the create revision of the writer's own member key.
-        spec, generation, checkpoint, handover: mod revisions.
+        me, lease: the create revision of the writer's own member key, and its lease.
+        generation: its value; empty if there is none.
+        spec, checkpoint, handover: mod revisions.
     """
 
     node: str
     me: int = 0
+    lease: int = 0
+    generation: bytes = b""
     spec: int = 0
-    generation: int = 0
     checkpoint: int = 0
     handover: int = 0
 
@@ -59,8 +63,9 @@ class Guard:
         return cls(
             node=view.node,
             me=mine.create_revision if mine else 0,
+            lease=mine.lease if mine else 0,
+            generation=view.generation.value if view.generation else b"",
             spec=view.spec.mod_revision if view.spec else 0,
-            generation=view.generation.mod_revision if view.generation else 0,
             checkpoint=view.head.mod_revision if view.head else 0,
             handover=view.handover.mod_revision if view.handover else 0,
         )
@@ -74,8 +79,17 @@ def _absent(key: str) -> Compare:
     return Compare(key, "create", 0)
 
 
+def _current(keys: Keys, generation: bytes) -> Compare:
+    return Compare(keys.generation, "value", generation) if generation else _absent(keys.generation)
+
+
 def _alive(keys: Keys, guard: Guard) -> Compare:
     return Compare(keys.member(guard.node), "create", guard.me)
+
+
+def _own(keys: Keys, guard: Guard) -> Compare:
+    """Before the first generation only the lease tells a key from one of the same revision in a wiped store."""
+    return Compare(keys.member(guard.node), "lease", guard.lease)
 
 
 def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: int) -> Txn:
@@ -83,7 +97,7 @@ def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: 
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
-            _unchanged(keys.generation, guard.generation),
+            _current(keys, guard.generation),
             _absent(keys.member(member.node)),
             _absent(keys.result(spec.attempt)),
         ),
@@ -97,7 +111,7 @@ def register_again(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
-            _unchanged(keys.generation, guard.generation),
+            _current(keys, guard.generation),
             _absent(keys.member(member.node)),
         ),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
@@ -139,7 +153,7 @@ def file(keys: Keys, guard: Guard, report: Report, before: int) -> Txn:
     """
     key = keys.report(report.generation, report.node)
     return Txn(
-        compares=(_unchanged(keys.generation, guard.generation), _unchanged(key, before)),
+        compares=(_current(keys, guard.generation), _unchanged(key, before)),
         operations=(Put(key, report.encode()),),
         why=f"{report.node} reports {report.status} in generation {report.generation}",
     )
@@ -151,7 +165,7 @@ def leave(keys: Keys, guard: Guard, report: Report | None) -> Txn:
     compares: tuple[Compare, ...] = (_alive(keys, guard),)
     if report is not None:
         operations = (Put(keys.report(report.generation, guard.node), report.encode()), *operations)
-        compares = (*compares, _unchanged(keys.generation, guard.generation))
+        compares = (*compares, _current(keys, guard.generation))
     return Txn(compares, operations, why=f"{guard.node} leaves")
 
 
@@ -179,9 +193,10 @@ def publish(
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
-            _unchanged(keys.generation, guard.generation),
+            _current(keys, guard.generation),
             _unchanged(keys.checkpoint, guard.checkpoint),
             _alive(keys, guard),
+            _own(keys, guard),
             _absent(keys.result(generation.attempt)),
             *(_absent(keys.member(node)) for node in absent[:ABSENT_MAX]),
         ),
@@ -194,7 +209,7 @@ def ask(keys: Keys, guard: Guard, handover: HandoverRecord) -> Txn:
     """Ask for a handover of the current generation, or go on with the one that stands."""
     return Txn(
         compares=(
-            _unchanged(keys.generation, guard.generation),
+            _current(keys, guard.generation),
             _unchanged(keys.handover, guard.handover),
             _alive(keys, guard),
         ),
@@ -222,7 +237,7 @@ def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
     """Fence a member: its key is as it was before it was probed, and the generation still is the same."""
     key = keys.member(member.record.node)
     return Txn(
-        compares=(_unchanged(key, member.mod_revision), _unchanged(keys.generation, guard.generation)),
+        compares=(_unchanged(key, member.mod_revision), _current(keys, guard.generation)),
         operations=(Delete(key),),
         why=f"{member.record.node} is fenced",
     )
@@ -234,7 +249,7 @@ def finish(keys: Keys, guard: Guard, result: Result) -> Txn:
         compares=(
             _absent(keys.result(result.attempt)),
             _unchanged(keys.spec, guard.spec),
-            _unchanged(keys.generation, guard.generation),
+            _current(keys, guard.generation),
             _alive(keys, guard),
         ),
         operations=(
@@ -248,7 +263,7 @@ def finish(keys: Keys, guard: Guard, result: Result) -> Txn:
     )
 
 
-def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: Commit) -> Txn:
+def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Commit) -> Txn:
     """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
 
     It is the head of its directory as well, of which a run may have several.
@@ -256,7 +271,7 @@ def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: C
     places = (Put(keys.place(head.place), head.to_json().encode()),) if head.place else ()
     return Txn(
         compares=(
-            _unchanged(keys.generation, generation_mod),
+            _current(keys, generation),
             _unchanged(keys.checkpoint, head_mod),
             _absent(keys.result(attempt)),
         ),
@@ -265,11 +280,11 @@ def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: C
     )
 
 
-def claim(keys: Keys, name: str, record: Preparation, *, generation_mod: int, seen_mod: int, lease: int) -> Txn:
+def claim(keys: Keys, name: str, record: Preparation, *, generation: bytes, seen_mod: int, lease: int) -> Txn:
     """Become the builder of a shared preparation that has no builder and is not done."""
     key = keys.preparation(name)
     return Txn(
-        compares=(_unchanged(key, seen_mod), _unchanged(keys.generation, generation_mod)),
+        compares=(_unchanged(key, seen_mod), _current(keys, generation)),
         operations=(Put(key, record.encode(), lease),),
         why=f"{record.node} builds",
     )

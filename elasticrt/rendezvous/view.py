@@ -47,6 +47,7 @@ class Stored(Generic[R]):
 
     `since`: when this observer first saw the key in this creation, or this very generation, or a report of this status;
     `ready_since` (members only): since when it has been warm and not draining, with as many workers ready as now.
+    `value` and `lease`: what the key holds, and is bound to.
     """
 
     record: R
@@ -54,6 +55,8 @@ class Stored(Generic[R]):
     mod_revision: int
     since: float
     ready_since: float | None = None
+    value: bytes = b""
+    lease: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,8 @@ def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int
     if isinstance(operation, Put):
         known = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}
         before = view.filed.get(key) or known.get(key)
-        value = KeyValue(key, operation.value, before.create_revision if before else revision, revision)
+        created = before.create_revision if before else revision
+        value = KeyValue(key, operation.value, created, revision, lease=operation.lease)
     view = apply(view, keys, [Event(key, value, revision)], now)
     return replace(view, wrote={**view.wrote, key: revision})
 
@@ -356,7 +360,8 @@ def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | Non
         return old
     same_creation = old is not None and old.create_revision == value.create_revision
     since = old.since if old is not None and same_creation else now
-    return Stored(decode(kind, key, value.value), value.create_revision, value.mod_revision, since)
+    record = decode(kind, key, value.value)
+    return Stored(record, value.create_revision, value.mod_revision, since, value=value.value, lease=value.lease)
 
 
 def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:

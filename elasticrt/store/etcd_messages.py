@@ -84,7 +84,7 @@ def store_id(header: Any) -> str:
 def _compare(compare: Compare) -> Any:
     target = proto.Compare.CompareTarget.Value(compare.target.upper())
     message = proto.Compare(key=encode_key(compare.key), target=target)  # Whose default is "equal".
-    setattr(message, f"{compare.target}_revision", compare.revision)
+    setattr(message, compare.target + ("_revision" if compare.target in ("create", "mod") else ""), compare.expected)
     return message
 
 

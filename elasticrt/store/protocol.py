@@ -59,11 +59,14 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Compare:
-    """One guard of a transaction: a key has this create or mod revision. Those of an absent key are 0, as in etcd."""
+    """One guard of a transaction: a key has this create or mod revision, this lease, or this value.
+
+    The numbers of an absent key are 0, as in etcd; its value equals none.
+    """
 
     key: str
-    target: Literal["create", "mod"]
-    revision: int
+    target: Literal["create", "mod", "lease", "value"]
+    expected: int | bytes
 
 
 @dataclass(frozen=True)

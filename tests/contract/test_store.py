@@ -89,6 +89,28 @@ def test_compare(world: World, key: str, target: Literal["create", "mod"], back:
     assert len(store.read(world.prefix + "mark").keys) == int(expected)
 
 
+def test_compare_value_and_lease(world: World) -> None:
+    """A guard by value or by lease holds for exactly this value or lease, and for no key only where it is lease 0."""
+    store = world.store()
+    world.put(store, "there", b"value")
+    lease = store.grant(30.0).lease_id
+    store.commit(Txn((), (Put(world.prefix + "leased", b"", lease),)))
+    guards: list[tuple[str, Literal["lease", "value"], int | bytes, bool]] = [
+        ("there", "value", b"value", True),
+        ("there", "value", b"valu", False),
+        ("absent", "value", b"value", False),
+        ("leased", "lease", lease, True),
+        ("leased", "lease", lease + 1, False),
+        ("there", "lease", 0, True),
+        ("absent", "lease", lease, False),
+        ("absent", "lease", 0, True),
+    ]
+    for key, target, expected, holds in guards:
+        compare = Compare(world.prefix + key, target, expected)
+        assert store.commit(Txn((compare,), (Put(world.prefix + "mark", b""),))).succeeded is holds, compare
+    store.revoke(lease)
+
+
 def test_transaction_is_atomic(world: World) -> None:
     """All operations of a transaction happen at one revision; with one guard failing none does."""
     store = world.store()

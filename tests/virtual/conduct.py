@@ -31,6 +31,9 @@ gives its workers STOP_TIMEOUT_S to end. L2: an agent that was told to leave has
 TOLD_S = 8.0
 """S16: ... and on one that does not reach etcd, but a peer that is in a newer generation."""
 
+ASKED_S = 1.6
+"""L7: so long may a question of one of two nodes be under way that is answered by silence."""
+
 REFUSED_MAX = 3
 """L8: so often a transaction that was refused may be sent again with the same compares."""
 
@@ -51,6 +54,7 @@ class Conduct:
         self.sim = sim
         self.history = history
         self.members: dict[str, tuple[Member, int]] = {}
+        self.warmed: set[str] = set()
         self.writer: tuple[Process, Txn, Intent] | None = None
         self._refused: Counter[tuple[str, str, tuple[Compare, ...]]] = Counter()
         self._fenced: dict[tuple[int, str, int], set[str]] = {}
@@ -203,7 +207,8 @@ class Conduct:
             member = self.members.get(seat.node)
             if member is not None and member[0].incarnation == seat.incarnation:
                 me = self.sim.processes[seat.node].me
-                warm = member[0].warm or (me is not None and me.record.warm)  # An older key may have come late.
+                # An older key may have come late, also one of a life that has ended since.
+                warm = seat.incarnation in self.warmed or (me is not None and me.record.warm)
                 require(warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
         if self.writer is not None and not self.sim.plan.rates.late:
             self._l9_in_place(new, seats)
@@ -212,7 +217,8 @@ class Conduct:
         room = len(seats) < self.history.spec.spec.max_nodes
         self._l4_majority(old, new, out)
         if not self.sim.plan.rates.late and room:
-            calm = [seat.node for seat in out if self._is_calm(self.sim.processes[seat.node])]
+            for_s = ASKED_S if len(old) <= 2 else 0.0  # Nobody else's answer tells that a cut is over.
+            calm = [seat.node for seat in out if self._is_calm(self.sim.processes[seat.node], for_s)]
             require(not calm, "L7", f"{calm} live, and are left out: {new.cause}")
 
     def _planned(self, old: dict[str, Seat], new: Generation, lives: set[str]) -> None:
@@ -289,12 +295,12 @@ class Conduct:
             )
             require(seat is None or seat.workers >= count, "L9", text)
 
-    def _is_calm(self, process: Process) -> bool:
-        """Whether nothing has happened to it for long, and the publisher can hear it."""
+    def _is_calm(self, process: Process, for_s: float = 0.0) -> bool:
+        """Whether nothing has happened to it for long, and the publisher has been able to hear it for this time."""
         calm_s = 2 * self.sim.plan.spec.lease_ttl_s + self.sim.slack
         since = max(process.trouble_at, self.sim.trouble_at)
         publisher = self.writer[0] if self.writer is not None else process
-        return self.sim.engine.now - since > calm_s and self.sim.linked(process, publisher)
+        return self.sim.engine.now - since > calm_s and self.sim.linked(process, publisher, for_s)
 
     def _l4_majority(self, old: dict[str, Seat], new: Generation, out: list[Seat]) -> None:
         """L4: as `_fences`: a leader that cannot hear most of the others does not go on without them."""

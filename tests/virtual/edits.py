@@ -15,15 +15,15 @@ _SAID = "all(led.said(seat, "
 Edit = tuple[str, str, str, str]
 
 EDITS: dict[str, tuple[Edit, ...]] = {
-    "no compare-and-swap": ((_FENCE, "publish", "_unchanged(keys.generation, guard.generation),", ""),),
+    "no compare-and-swap": ((_FENCE, "publish", "_current(keys, guard.generation),", ""),),
     "lease as permission to publish": (
-        (_FENCE, "publish", "_unchanged(keys.generation, guard.generation),", ""),
+        (_FENCE, "publish", "_current(keys, guard.generation),", ""),
         (_FENCE, "publish", "_unchanged(keys.checkpoint, guard.checkpoint),", ""),
     ),
     "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == incarnation", ""),),
-    "no fence on commit": ((_FENCE, "commit", "_unchanged(keys.generation, generation_mod),", ""),),
+    "no fence on commit": ((_FENCE, "commit", "_current(keys, generation),", ""),),
     "commit by whatever generation is current": (
-        (_A + "agent", "Agent._ask_store", "if view.generation and current else -1", "if view.generation else -1"),
+        (_A + "agent", "Agent._ask_store", "if view.generation and current else", "if view.generation else"),
     ),
     "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
@@ -43,6 +43,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what went before a leader saw all keys is as old as it was then": ((_VIEW, "apply_range", "if not view.complete:", "if False:"),),
     "a member forgets that it did not hear the leader of before": (
         (_DECIDE, "_without_leader", "life not in lives and said.asked_at >= since", "life == leader.record.incarnation"),
+    ),
+    "only a life that goes on shows that others can be reached": (
+        (_DECIDE, "_without_leader", 'said.kind != "silent"', 'said.kind == "alive"'),
     ),
     "a member believes what it heard before it registered last": (
         (_DECIDE, "_follow", "max(*trouble, view.members[me.record.node].since)", "max(trouble)"),

@@ -68,8 +68,8 @@ class Faults:
         sim.down_until = min(sim.down_until, sim.engine.now)
         self._thaw()
         sim.cut_etcd.clear()
-        sim.cut_peers.clear()
-        sim.cut_pairs.clear()
+        sim.cut_peers = {name: min(until, sim.engine.now) for name, until in sim.cut_peers.items()}
+        sim.cut_pairs = {pair: min(until, sim.engine.now) for pair, until in sim.cut_pairs.items()}
         for process in list(sim.processes.values()):
             sim.unpause(process)
         for index in range(sim.plan.nodes):

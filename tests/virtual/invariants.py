@@ -73,6 +73,7 @@ class Invariants:
                 member = decode(Member, kv.key, kv.value)
                 self.members[member.node] = member
                 self.conduct.members[member.node] = (member, kv.create_revision)
+                self.conduct.warmed |= {member.incarnation} if member.warm else set()
 
     # The store's history.
 
@@ -336,6 +337,8 @@ class Invariants:
         member = decode(Member, event.key, value.value)
         self._member(node, member)
         self.conduct.members[node] = (member, value.create_revision)
+        if member.warm:
+            self.conduct.warmed.add(member.incarnation)
         if value.create_revision == value.mod_revision:
             self.conduct.registered(node, member)
 

@@ -118,7 +118,7 @@ def _transactions() -> dict[str, list[str]]:
 COLLECTED = ("trouble", "evidence", "since")
 """Lists whose largest entry is looked for: whether there is any has to be asked first."""
 
-COMPARING = ("_unchanged", "_absent", "_alive")
+COMPARING = ("_unchanged", "_absent", "_alive", "_own", "_current")
 
 
 def _guards(module: str) -> dict[str, dict[int, str]]:

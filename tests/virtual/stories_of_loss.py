@@ -16,6 +16,14 @@ LOSSES: list[Plan] = [
         Fault(0.0, "cut_etcd", "n0", 8.0, on="slow: generation 2"),
     ),
     story(
+        "a former leader has its key again when what it published arrives",
+        3,
+        Fault(5.0, "worker_failure", "n1"),
+        Snag("n0", "generation 2", "belated", 2.5),
+        Fault(0.0, "key_deleted", "n0", on="no answer to: generation 2"),
+        Snag("n1", "generation 2", "slow", 5.0),
+    ),
+    story(
         "a report comes after its generation",
         3,
         Fault(4.0, "deaf_to", "n1", 8.0, "run/generation"),

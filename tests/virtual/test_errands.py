@@ -42,7 +42,7 @@ def _save(script: list[str]) -> tuple[Reply, int]:
     errands = StoreRequests(LossyStore(server, script), Keys("run"), heads.append)
     commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
     request = Save(1, asdict(commit), "")
-    asked = StoreRequest(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None)
+    asked = StoreRequest(request, 1, b"", 1, "n0", "b" * 16, 0, lambda _: None)
     while (reply := errands.carry_out(asked)).reason.startswith(UNSURE):
         assert not heads
     assert len(heads) == int(reply.ok)
@@ -59,7 +59,7 @@ def test_a_commit_of_another_generation_is_refused() -> None:
     commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
     server = MemoryServer(lambda: 0.0)
     errands = StoreRequests(server, Keys("run"), lambda _: None)
-    reply = errands.carry_out(StoreRequest(Save(1, asdict(commit), ""), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    reply = errands.carry_out(StoreRequest(Save(1, asdict(commit), ""), 2, b"", 1, "n0", "b" * 16, 0, lambda _: None))
     assert reply == Reply(1, False, "over: generation 1 is over")
     assert not server.read(Keys("run").checkpoint).keys
 
@@ -75,7 +75,7 @@ def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
 
 
 def _claim(errands: StoreRequests, life: str, lease: int) -> str:
-    told = errands.carry_out(StoreRequest(Claim(1, "data", "1"), 1, 0, 1, "n0", life * 16, lease, lambda _: None))
+    told = errands.carry_out(StoreRequest(Claim(1, "data", "1"), 1, b"", 1, "n0", life * 16, lease, lambda _: None))
     return "yes" if told.ok else told.reason
 
 
@@ -97,7 +97,7 @@ def test_a_commit_that_happened_is_no_refusal_after_its_worker_has_moved_on() ->
     errands = StoreRequests(LossyStore(server, ["unheard"]), Keys("run"), lambda _: None)
     save = Save(1, asdict(Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)), "")
     first, second = (
-        errands.carry_out(StoreRequest(save, generation, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+        errands.carry_out(StoreRequest(save, generation, b"", 1, "n0", "b" * 16, 0, lambda _: None))
         for generation in (1, 2)
     )
     assert first.reason.startswith(UNSURE)

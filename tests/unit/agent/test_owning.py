@@ -23,7 +23,7 @@ def errands_of(server: MemoryServer, run: str) -> StoreRequests:
 
 def ask(errands: StoreRequests, request: Own | Save) -> Reply:
     """One request of a worker in generation 1, which nobody has replaced."""
-    return errands.carry_out(StoreRequest(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    return errands.carry_out(StoreRequest(request, 1, b"", 1, "n0", "b" * 16, 0, lambda _: None))
 
 
 def test_heads_of_several_directories() -> None:

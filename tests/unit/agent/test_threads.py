@@ -53,20 +53,20 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
     agent.loop.prober.close()
 
 
-def _proxy() -> tuple[StoreProxy, int, MemoryStore]:
-    store = MemoryStore(MemoryServer(lambda: 0.0))
-    revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
-    return StoreProxy(StoreRequests(store, KEYS, lambda _: None)), revision, store
+def _proxy() -> tuple[StoreProxy, bytes, MemoryStore]:
+    store, record = MemoryStore(MemoryServer(lambda: 0.0)), SpecRecord(spec=SPEC, attempt=1).encode()
+    store.commit(Txn((), (Put(KEYS.generation, record),)))
+    return StoreProxy(StoreRequests(store, KEYS, lambda _: None)), record, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_proxy_answers_whatever_is_asked(text):
     """A version, a name, a build's error of any size and characters: each request is answered, and so is the next."""
-    proxy, revision, _ = _proxy()
+    proxy, record, _ = _proxy()
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def ask(request) -> Reply:
-        proxy.send(StoreRequest(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
+        proxy.send(StoreRequest(request, 1, record, 1, "n0", "0" * 16, 0, replies.put))
         return replies.get(timeout=10)
 
     assert ask(Claim(1, f"name-{text}", text)).ok
@@ -83,12 +83,12 @@ def test_a_proxy_answers_whatever_is_asked(text):
 
 def test_a_dead_proxy_ends_the_agent(agent):
     """Whatever the proxy's thread dies of, the agent's loop hears of it and ends with the reason."""
-    proxy, revision, _ = _proxy()
+    proxy, record, _ = _proxy()
 
     def broken(_: Reply) -> None:
         raise LookupError("a bug")
 
-    proxy.send(StoreRequest(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
+    proxy.send(StoreRequest(Claim(1, "x", "1"), 1, record, 1, "n0", "0" * 16, 0, broken))
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     with pytest.raises(RuntimeError, match=r"elasticrt-store-proxy of this agent has ended: LookupError\('a bug'\)"):

@@ -323,7 +323,7 @@ def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
     page = StatusPage(StatusPage.create())
     page.in_place, page.stepping, page.entered, page.step = IN_PLACE, FIRST_BATCH, 101, 100
     now = time.monotonic()
-    page.restored_at_ns, page.step_at_ns = int((now - 1000.0) * 1e9), int((now - 0.01) * 1e9)
+    page.restored_at_ns, page.step_at_ns = 1, int((now - 0.01) * 1e9)  # Since the machine was started.
     group = SimpleNamespace(pids=lambda _: {0: os.getpid()}, page=lambda *_: page, look=lambda _: None)
     monitor.began(now)
     monitor.look(now + 0.1, [page], held=False)
