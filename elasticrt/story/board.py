@@ -36,7 +36,8 @@ def board(story: Story, now: float) -> dict[str, Any]:
     until, chapter = story.present(now), story.chapter
     spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
-    age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
+    saved_at = story.checkpoint_at if story.result is None else None
+    age_s = now - saved_at if saved_at is not None else None
     return {
         "run": story.run_id,
         "state": sentences.state(story, until),
