@@ -494,17 +494,6 @@ class AgentStopped:
     code: int
 
 
-@dataclass(frozen=True)
-class Unheard:
-    """The agent can no longer write to its stderr.
-
-    Attributes:
-        problem: why.
-    """
-
-    problem: str
-
-
 Event = (
     AgentStarted
     | Health
@@ -534,7 +523,6 @@ Event = (
     | Result
     | Leaves
     | AgentStopped
-    | Unheard
 )
 
 

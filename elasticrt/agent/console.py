@@ -96,9 +96,8 @@ class Console:
             lines = "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines())
         try:
             self._unheard = not write(sys.stderr, lines)
-        except Unwritable as error:  # A full disk or a closed terminal must not end the run.
+        except Unwritable:  # A full disk or a closed terminal must not end the run.
             self._unheard = True
-            self.events.write(events.Unheard(problem=str(error)))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
