@@ -55,7 +55,7 @@ class Settings:
     Attributes:
         options: as they were given. The other fields are derived from them and from this machine.
         run_id: the run's name.
-        node: this node's name; with `node_given` false another one is taken when a live agent has this one already.
+        node: this node's name. If none was given, another one is taken when a live agent has this one already.
         address: where other nodes reach this machine; None: found from the way to etcd.
         workers: processes on this node.
         command: what each of them runs.
@@ -66,10 +66,8 @@ class Settings:
         logs: what of the workers' output is kept and shown.
         notes: sentences to print about the options.
         shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
-        fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
         alone: the warning to print if no other node has come after a while; "" for none.
         gpus: by local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
-        ride_through_s: how long workers train on without etcd, in seconds.
     """
 
     options: RunOptions
@@ -85,15 +83,8 @@ class Settings:
     logs: LogOptions = field(default_factory=LogOptions)
     notes: tuple[str, ...] = ()
     shared_options: tuple[str, ...] = ()
-    fresh: bool = False
     alone: str = ""
     gpus: tuple[str, ...] = ()
-    ride_through_s: float = 900.0
-
-    @property
-    def node_given(self) -> bool:
-        """Whether the node's name was given, so that it must not be changed."""
-        return self.options.node is not None
 
     @property
     def start_method(self) -> Literal["fork", "exec"]:
@@ -114,11 +105,6 @@ class Settings:
     def restart_grace_s(self) -> float:
         """The same for workers of a generation that is replaced; 0 kills them at once."""
         return self.options.stop_timeout_s or 0.0
-
-    @property
-    def etcd_runs(self) -> bool:
-        """Whether the etcd at the endpoints must be running: then a port where nothing listens is an error at once."""
-        return bool(self.options.etcd) and self.options.etcd_wait_s is None
 
     @property
     def etcd_wait_s(self) -> float:

@@ -20,7 +20,7 @@ from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.doing import doing
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop, Side
+from elasticrt.agent.event_loop import RIDE_THROUGH_S, EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
@@ -274,7 +274,7 @@ class Agent(Side):
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `Side`."""
-        if self.settings.fresh and not self.member.me.started and generation.resume is not None:
+        if self.settings.options.fresh and not self.member.me.started and generation.resume is not None:
             self.console.left_out_fresh(generation.resume.step)
         self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.order()))
 
@@ -367,7 +367,7 @@ class Agent(Side):
             token=self.edges.token,
             say=self.console.warn,
             note=log.warning,
-            ride_through_s=settings.ride_through_s,
+            ride_through_s=RIDE_THROUGH_S,
             seats_per_chunk=self.edges.seats_per_chunk,
         )
         self.probes.start()

@@ -60,9 +60,9 @@ class Membership:
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self.told_to_leave
         )
         self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put))
-        timeout_s = member.me.spec.join_timeout_s
+        timeout_s, options = member.me.spec.join_timeout_s, settings.options
         late = _too_late(settings.run_id, timeout_s)
-        how = Joining(timeout_s, settings.etcd_wait_s, settings.options.again, settings.node_given, late)
+        how = Joining(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)
         result = self.driver.run(member.join(how))
         if result is not None:
             return result

@@ -38,7 +38,7 @@ class Seating:
     def __init__(self, settings: Settings, group: WorkerGroup, edges: Edges) -> None:
         self._settings = settings
         self._group = group
-        self.env = worker_environment(os.environ, settings.workers, fresh=settings.fresh)
+        self.env = worker_environment(os.environ, settings.workers, fresh=settings.options.fresh)
         self.ports = edges.store_ports()
         self.memory = SnapshotCache(edges.close_file)
 

@@ -57,7 +57,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     if not endpoints:
         served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
-    elif settings.etcd_runs:
+    elif settings.options.etcd and settings.options.etcd_wait_s is None:  # Else it may start later.
         check_listening(endpoints)
     from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
 

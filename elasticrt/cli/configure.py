@@ -79,7 +79,6 @@ def configure(
         run_dir=run_dir(options, run_id),
         logs=log_options(options, workers, env),
         notes=(*options.notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
-        fresh=options.fresh,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
     spec = RunSpec(

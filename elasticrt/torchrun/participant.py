@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop, Side
+from elasticrt.agent.event_loop import RIDE_THROUGH_S, EventLoop, Side
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
@@ -30,7 +30,6 @@ from elasticrt.store.protocol import ETCD_WAIT_S, Store
 log = logging.getLogger(__name__)
 
 CLOSE_S = 3.0
-RIDE_THROUGH_S = 900.0
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_node_and_run(env: dict[str, str], argv: tuple[str, ...], node: str, run
     """The node's name is SLURM's; those who belong together by their step or array get one run id, others their own."""
     settings, _ = _configure(env, *argv, "train.py")
     assert settings.node == node
-    assert settings.node_given == ("--node" in argv)
+    assert (settings.options.node is not None) == ("--node" in argv)
     if run_id is None:
         assert re.fullmatch(r"[a-z]+-[a-z]+-[a-z2-9]{5}", settings.run_id)
     else:
@@ -114,7 +114,7 @@ def test_the_first_node_serves_etcd_when_that_is_accepted() -> None:
     settings, _ = _configure(env, "--insecure-etcd", "--nnodes", "1:3", "train.py")
     assert [str(address) for address in settings.etcd] == ["http://node-that-is-not-here1:10019"]
     assert settings.serve is None
-    assert (settings.etcd_runs, settings.etcd_wait_s) == (False, ETCD_WAIT_S)
+    assert (settings.options.etcd, settings.etcd_wait_s) == ((), ETCD_WAIT_S)
     name = socket.gethostname()
     own = {**TASK, "SLURM_STEP_NODELIST": f"{name},n2"}
     settings, _ = _configure(own, "--insecure-etcd", "--nnodes", "1:3", "train.py")
