@@ -23,8 +23,10 @@ from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import HealthState
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.proc import listening
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
+from elasticrt.store.protocol import bracketed
 
 if TYPE_CHECKING:
     from elasticrt.agent.metrics import Metrics
@@ -63,7 +65,7 @@ class HealthServer:
         self.noted = noted
         self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         listener = _listen(host, port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        self.url = f"http://{bracketed(host)}:{listener.getsockname()[1]}"
         self._metrics: Metrics | None = None
         self._no_metrics = INSTALL
         with contextlib.suppress(ImportError):  # Without prometheus-client the answer says what to install.
@@ -123,8 +125,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. A port in use is refused, not shared: the other agent would answer for this one."""
     try:
         host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=CLIENTS_MAX)
+        return listening(host, port, CLIENTS_MAX)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             "the health port cannot be had",

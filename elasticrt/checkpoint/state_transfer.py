@@ -36,6 +36,7 @@ from elasticrt.checkpoint.snapshot import gpus_with_room
 from elasticrt.checkpoint.state_copy import MOMENTS
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
+from elasticrt.ipc import proc
 from elasticrt.ipc.cgroups import available_bytes
 
 STALL_S = 5.0
@@ -123,8 +124,8 @@ def share(
     rank is lost; Overtaken when another generation has begun.
     """
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(_listening(meeting.address))
-        said = json.dumps([mine, meeting.address, listening.getsockname()[1]])
+        listening = stack.enter_context(proc.listening(meeting.store.address))
+        said = json.dumps([mine, meeting.store.address, listening.getsockname()[1]])
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
         order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
         if not order:
@@ -224,10 +225,6 @@ class _Place:
 def _lost(how: str) -> Exception:
     error: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
     return error
-
-
-def _listening(address: str) -> socket.socket:
-    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def _hello(rank: int, meeting: Meeting) -> bytes:

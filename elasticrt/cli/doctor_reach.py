@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from elasticrt.cli.doctor_findings import Finding, peer
+from elasticrt.ipc.proc import listening
 from elasticrt.ipc.std_streams import write
 from elasticrt.store.protocol import bracketed
 
@@ -28,7 +29,7 @@ def answer_peers(address: str) -> None:
     """Answer questions at `address`, for ten minutes."""
     until = time.monotonic() + LISTEN_S
     with ExitStack() as opened:
-        sockets = [opened.enter_context(_listener(address)) for _ in range(1 + PORTS)]
+        sockets = [opened.enter_context(listening(address)) for _ in range(1 + PORTS)]
         asked, *ports = (each.getsockname()[1] for each in sockets)
         write(sys.stdout, f"on the other machine: elasticrt doctor --peer {bracketed(address)}:{asked}\n")
         while (left := until - time.monotonic()) > 0:
@@ -52,7 +53,7 @@ def ask_peer(host: str, port: int) -> Finding:
         times.append(time.monotonic() - began)
     ahead_s = time.time() - answer["time"]
     with ExitStack() as opened:
-        ours = [opened.enter_context(_listener(own)).getsockname()[1] for _ in range(PORTS)]
+        ours = [opened.enter_context(listening(own)).getsockname()[1] for _ in range(PORTS)]
         found = dict(zip(ours, _ask(host, port, ours)[1]["errors"], strict=True))
     errors = {f"from there to {own}:{each}": error for each, error in found.items()}
     errors |= {f"from here to port {each}": _why_not_reached(host, each) for each in answer["ports"]}
@@ -69,11 +70,6 @@ def _ask(host: str, port: int, ours: list[int]) -> tuple[str, dict[str, Any]]:
         if not isinstance(answer, dict) or not {"seen", "ports", "errors", "time"} <= answer.keys():
             raise ValueError(f"something else than `elasticrt doctor --listen` answers there ({host}:{port})")
         return connection.getsockname()[0], answer
-
-
-def _listener(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family)
 
 
 def _why_not_reached(host: str, port: int) -> str:

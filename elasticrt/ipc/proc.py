@@ -118,6 +118,12 @@ def listens(each: socket.socket) -> bool:
     return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
+def listening(address: str, port: int = 0, backlog: int | None = None) -> socket.socket:
+    """A socket that listens at an `address` of this machine; without a `port` at a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog)
+
+
 def _is_tcp(each: socket.socket) -> bool:
     return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import ddp_layers
+from elasticrt.ipc import proc
 from elasticrt.ipc.collateral_errors import LET_GO_NEVER, is_collateral, is_of_a_collective
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
@@ -244,7 +244,7 @@ class InPlace:
 
         Everything that the others will wait for is done once here, alone, because a first time takes longest.
         """
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = proc.listening("127.0.0.1")
         alone = replace(
             self.worker,
             rank=0,

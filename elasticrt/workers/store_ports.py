@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.proc import listening
 
 
 def listen(address: str, backlog: int) -> socket.socket:
     """A socket that listens at a free port of `address`, an IP address of this machine. Raises ConfigError."""
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=backlog)
+        return listening(address, backlog=backlog)
     except OSError as error:
         got = f"{address}: {str(error.strerror or error).partition(' (while ')[0]}"
         expected = "a free port at an address of this machine"
