@@ -124,8 +124,9 @@ def share(
     rank is lost; Overtaken when another generation has begun.
     """
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(proc.listening(meeting.store.address))
-        said = json.dumps([mine, meeting.store.address, listening.getsockname()[1]])
+        own = meeting.store.address  # The others reach this process where it reached the store from.
+        listening = stack.enter_context(proc.listening(own))
+        said = json.dumps([mine, own, listening.getsockname()[1]])
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
         order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
         if not order:

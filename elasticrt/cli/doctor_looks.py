@@ -28,6 +28,7 @@ from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.doctor_reach import ask_peer
 from elasticrt.cli.slurm import Slurm
 from elasticrt.ipc.cgroups import available_bytes, text_of
+from elasticrt.ipc.proc import gpus
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import is_loopback
@@ -202,8 +203,7 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         error = str(failure)
     yield "torch", findings.torch(platform.python_version(), seen, error)
     if seen:
-        shown = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-        yield "gpus", findings.gpus(len(shown), seen)
+        yield "gpus", findings.gpus(gpus(), seen)
 
 
 def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:

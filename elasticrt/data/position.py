@@ -31,10 +31,6 @@ class Position(NamedTuple):
         """One more global batch is trained."""
         return Position(self.steps + 1, self.epoch, self.batches + 1, self.open, self.drained)
 
-    def opened(self) -> Position:
-        """The epoch's body begins."""
-        return self._replace(open=True)
-
     def closed(self, *, cut_short: bool) -> Position:
         """The epoch's body has ended. When the limit of steps cut it short, its rest comes next."""
         if cut_short:

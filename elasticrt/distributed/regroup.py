@@ -362,11 +362,6 @@ class Meeting:
     nonce: str
     over: Callable[[], bool]
 
-    @property
-    def address(self) -> str:
-        """The address at which the others reach this process, which is the one from which it reached the store."""
-        return self.store.address
-
     def gather(self, name: str, value: str) -> list[str]:
         """The values of all ranks under a name, by rank. A name is used once. Collective."""
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]

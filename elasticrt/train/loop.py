@@ -158,7 +158,7 @@ class Loop:
         self._enter()
         try:
             while not self._state.position.is_over(total, self._steps_max):
-                self._state.position = self._state.position.opened()
+                self._state.position = self._state.position._replace(open=True)
                 if self._state.sampler is not None:
                     self._state.sampler.set_epoch(self._state.position.epoch)
                 entered = self._state.position.epoch
