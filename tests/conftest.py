@@ -199,3 +199,12 @@ def no_save_is_owed() -> Iterator[None]:
     checkpoint = sys.modules.get("elasticrt.checkpoint.checkpointer")
     if checkpoint is not None:
         checkpoint._unsaved.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_directory_is_kept() -> Iterator[None]:
+    """Each test is a process of its own as far as checkpoint directories go."""
+    yield
+    directories = sys.modules.get("elasticrt.checkpoint.checkpoint_dir")
+    while directories is not None and directories._locks:
+        directories._locks.popitem()[1].release()

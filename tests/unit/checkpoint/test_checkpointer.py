@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
-from elasticrt.checkpoint import checkpoint_dir, restoring
+from elasticrt.checkpoint import restoring
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
 from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
@@ -27,14 +27,6 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save, Unsaved
 from tests.fake_worker import Agent, forget, under
 from tests.servers import wait_until
-
-
-@pytest.fixture(autouse=True)
-def no_locks_kept():
-    """Each test is a process of its own as far as directory locks go."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def state(step: int) -> dict:

@@ -13,19 +13,10 @@ import torch
 from torch import nn
 
 from elasticrt import Loop
-from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.messages import Damaged, Save
 from tests.fake_worker import Agent, under
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """No locks from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def _script(directory: Path) -> tuple[nn.Module, Loop]:

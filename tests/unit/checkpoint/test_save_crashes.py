@@ -8,21 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from elasticrt import Checkpointer
 from elasticrt.checkpoint import checkpoint_dir
 
 CALLS = ("open", "write", "fsync", "rename", "unlink", "close")
-
-
-@pytest.fixture(autouse=True)
-def no_locks_kept():
-    """This process holds no directory from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def _state(step: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import elasticrt
-from elasticrt.checkpoint import checkpoint_dir, snapshot
+from elasticrt.checkpoint import snapshot
 from elasticrt.checkpoint.checkpoint_dir import parse
 from elasticrt.checkpoint.snapshot import Snapshot, Snapshots
 from elasticrt.checkpoint.state_copy import plain_copy
@@ -27,14 +26,6 @@ from tests.fake_worker import Agent, under
 from tests.servers import wait_until
 
 WIDTH = 160
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """No locks from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elasticrt import ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
 from elasticrt.audit.exactly_once import check
-from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.cli.audit import books as books_in
 from elasticrt.cli.main import main
 from elasticrt.ipc.ledger_file import Closing, LedgerEntry, LedgerFile, Opening, end_line, read
@@ -25,14 +24,6 @@ from elasticrt.ipc.ledger_file import Closing, LedgerEntry, LedgerFile, Opening,
 SAMPLES = 8
 PER_EPOCH = 4
 OPENING = Opening("a", "run", 1, 0, 1, "n", 0, 0, (), SAMPLES)
-
-
-@pytest.fixture(autouse=True)
-def no_locks_kept():
-    """This process holds no directory from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def book(start: str, went_on: int, entries: str, *, history: str = "", rank: int = 0, **other: Any) -> LedgerFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elasticrt import ConfigError, ElasticBatchSampler, Loop
-from elasticrt.checkpoint import checkpoint_dir
 
 SAMPLES, BATCH, EPOCHS = 22, 4, 3
 PER_EPOCH = 6
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """No locks from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 def _stateful(*args: Any, **options: Any) -> Any:

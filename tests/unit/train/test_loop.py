@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
-from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.data import sample_order
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save, Step
@@ -23,14 +22,6 @@ from tests.fake_worker import Agent, under
 
 SAMPLES, BATCH = 20, 6
 PER_EPOCH = 4
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    """No locks from one test to the next."""
-    yield
-    while checkpoint_dir._locks:
-        checkpoint_dir._locks.popitem()[1].release()
 
 
 class Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,6 @@ from tests.servers import wait_until
 SAMPLES, BATCH = 20, 6
 PER_EPOCH = 4
 Act = Callable[["Script"], None]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """No locks from one test to the next."""
-    yield
-    _unlock()
 
 
 def _unlock() -> None:
