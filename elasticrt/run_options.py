@@ -166,11 +166,6 @@ class RunOptions(EtcdOptions):
         "--hang-timeout T", 600.0, "no step for so long is a failure; 0: never", parse.seconds
     )
 
-    evict_stragglers: int = _workers(
-        "--evict-stragglers N", 0, "a node that is by far the slowest in N comparisons, 10 s apart, is drained if "
-        "another one stands by; 0: never", parse.whole(0, 10**6),
-    )  # fmt: skip
-
     log_dir: str = _output(
         "--log-dir DIR", "elasticrt_runs", "logs and events go to DIR/<run id>; /dev/null: what workers print is not "
         "kept",

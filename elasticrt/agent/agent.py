@@ -10,9 +10,8 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from elasticrt import events
@@ -44,7 +43,6 @@ from elasticrt.ipc.messages import Request, Step, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.liveness.straggler import successor
 from elasticrt.rendezvous.decision import Adopt, Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
@@ -111,7 +109,6 @@ class Agent(Side):
         self.alone_at: float | None = None
         self.hurry = False
         self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
-        self.spared: set[str] = set()  # Nodes that were drained for being slow.
         self.saved: Commit | None = None  # The newest checkpoint that this node has committed.
         self.last_signal = signal.SIGTERM
         self._signals = 0
@@ -308,22 +305,6 @@ class Agent(Side):
                 self.node.stalled(event)
             case Positions(generation, nodes, by_node):
                 self.node.blame(generation, nodes, by_node)
-                self._give_up_straggler(nodes)
-
-    def _give_up_straggler(self, seated: Collection[str]) -> None:
-        """Have a node drained that was slow for too long, if another one stands by. `seated`: all that train."""
-        slow = self.node.hangs.comparison.is_to_go(self.settings.options.evict_stragglers)
-        if not slow or slow in self.spared:
-            return
-        try:
-            choose = partial(successor, slow, seated=seated, spared=self.spared)
-            follows = self.membership.driver.run(self.member.give_up(slow, choose))
-        except StoreError as error:
-            log.warning("%s is slow, and cannot be drained now: %s", slow, error)
-            return
-        if follows:
-            self.spared.add(slow)
-            self.console.say(f"{slow} has been slow for long, and {follows} stands by: {slow} is drained")
 
     # Joining.
 

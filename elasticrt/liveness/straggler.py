@@ -3,17 +3,16 @@
 All nodes take equally long for a step, because they wait for each other. A rank's own work is the time of a step
 without its wait for the sum of gradients. Torch's DDP measures this wait in some steps, and the status pages have it as
 running totals. A node is a straggler when its own work takes much longer than that of the others, in several looks in a
-row. With --evict-stragglers it is drained after some more looks, if another node stands by.
+row. `elasticrt drain` takes it out.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from elasticrt.ipc.wording import slow_node
-from elasticrt.rendezvous.records import Member
 
 # The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer.
 RATIO = 1.5
@@ -73,31 +72,10 @@ class Comparison:
         same = self.found is not None and self.found.node == found.node
         return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
 
-    def is_to_go(self, looks: int) -> str:
-        """The node that was the straggler in at least `looks` looks in a row; "" without one, or for 0 looks."""
-        return self.found.node if self.found and looks and self.looks >= looks and self.is_certain else ""
-
     @property
     def is_certain(self) -> bool:
         """Whether the same node has been the straggler for long enough."""
         return self.found is not None and self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN
-
-
-def successor(slow: str, members: Iterable[Member], seated: Collection[str], spared: Collection[str]) -> str:
-    """The member that can replace the node `slow`: it stands by, warm, with as many workers. "" if there is none.
-
-    Args:
-        slow: the node to replace.
-        members: all members.
-        seated: nodes that train.
-        spared: nodes that were slow themselves.
-    """
-    known = {member.node: member for member in members}
-    mine = known.get(slow)
-    if mine is None or any(member.draining for member in known.values()):
-        return ""  # One change at a time.
-    fit = [each for each in known.values() if each.warm and each.node not in {*seated, *spared}]
-    return min((each.node for each in fit if each.workers == mine.workers), default="")
 
 
 def slowest(own_s: Mapping[str, float]) -> Straggler | None:

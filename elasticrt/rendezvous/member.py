@@ -14,7 +14,7 @@ drivers. They differ in whose workers there are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, ElasticError, StoreError, explain
@@ -304,18 +304,6 @@ class Member:
         answer, _ = yield Read(key)
         found = answer.get(key)
         return decode(Commit, key, found.value) if found is not None else None
-
-    def give_up(self, node: str, choose: Callable[[Collection[MemberRecord]], str]) -> Conversation[str]:
-        """Ask `node` to drain, if `choose` finds a member that can take its place; that one's name, else ""."""
-        keys = self.replica.keys
-        answer, _ = yield Read(keys.members)
-        found = {value.key: (decode(MemberRecord, value.key, value.value), value) for value in answer.keys}
-        successor = choose([member for member, _ in found.values()])
-        member, value = found.get(keys.member(node), (None, None))
-        if not successor or member is None or value is None:
-            return ""
-        done, _ = yield Transact(transactions.drain(keys, value, member.model_copy(update={"draining": True})))
-        return successor if done.succeeded else ""
 
     # Coming and going.
 

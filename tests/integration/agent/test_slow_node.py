@@ -1,4 +1,4 @@
-"""A node that is slow for long is drained where another one stands by, if that is asked for."""
+"""A node that is slow for long is named, and nothing else is done to it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ for epoch in loop.epochs(10_000):
 
 
 @pytest.mark.slow
-def test_a_slow_node_makes_room(tmp_path: Path) -> None:
-    """W18: it is named, then drained, as the report tells; the node that stands by takes its place, no step is lost."""
+def test_a_slow_node_is_named(tmp_path: Path) -> None:
+    """W18: it is named; when it is told to leave, the node that stands by takes its place, as the report tells."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--nnodes", "2", "--evict-stragglers", "3", "--rdzv-conf", "last_call_timeout=60"]
+    options = ["--nnodes", "2", "--rdzv-conf", "last_call_timeout=60"]
     with Cluster(tmp_path, f"slow-{secrets.token_hex(4)}", options, [str(script), str(tmp_path)]) as run:
         run.start("a")
         run.start("slow")
         run.wait("two train", lambda: bool(run.events("step")), timeout_s=120)
         run.start("b")
         run.wait("it is named", lambda: bool(run.events("straggler")), timeout_s=120)
+        assert run.number() == 1, "nobody restarts for it"
+        run.agents["slow"].process.terminate()
         run.wait("it makes room", lambda: run.number() > 1, timeout_s=60)
         run.wait_for_step_after(run.last_step() + 5)
         last = run.events("generation")[-1]

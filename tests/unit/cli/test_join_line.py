@@ -22,7 +22,7 @@ from tests.memory_store import MemoryServer, MemoryStore
 GIVEN = {
     "nproc_per_node": "2", "start_method": "spawn", "preload": "json,re", "role": "trainer",
     "as_srun": "1", "module": "1", "no_python": "1", "virtual_local_rank": "1",
-    "stop_timeout": "7s", "hang_timeout": "9m", "evict_stragglers": "3",
+    "stop_timeout": "7s", "hang_timeout": "9m",
     "max_restarts": "7", "join": "now", "join_timeout": "3m", "lease_ttl": "9", "drain_timeout": "8s",
     "signals_to_handle": "SIGTERM,SIGUSR1", "log_dir": "logs/$here", "redirects": "1", "tee": "0:3",
     "local_ranks_filter": "0,1",
