@@ -100,6 +100,8 @@ def _end_sheltered(owner: int) -> None:
     """Kill what is left of the sheltered processes, in the process (`owner`) that has started them."""
     if os.getpid() != owner:
         return
-    for child in _sheltered.intersection(multiprocessing.active_children()):
-        if child.daemon:
-            child.kill()
+    left = [child for child in _sheltered.intersection(multiprocessing.active_children()) if child.daemon]
+    if left and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # That of torch's DataLoader raises for a child that was killed.
+    for child in left:
+        child.kill()

@@ -100,6 +100,9 @@ class Loop:
         self._completes = True  # Whether the batch before completed its global batch.
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
+        self._left_by: BaseException | None = (
+            None  # The exception that has ended the last block, if it was let through.
+        )
         self._has_blocks = False  # Whether the script has entered a block.
         self._within_step = False  # Whether this is between two micro-batches of a step.
         self._redo = False  # Whether the last step was undone, and is done again.
@@ -284,7 +287,7 @@ class Loop:
             try:
                 yield batch
                 self._fed = False
-                validation.check_entered(self._asked)
+                self._check_block()
             except GeneratorExit:
                 self._fed = False
                 self._page.stepping = 0
@@ -340,7 +343,7 @@ class Loop:
             while not self._state.position.limit_reached(total):
                 self._redo, counted = False, self._state.position.steps
                 yield counted
-                validation.check_entered(self._asked)
+                self._check_block()
                 validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
                 if self._redo:
                     self._undo.forget_between()
@@ -376,7 +379,8 @@ class Loop:
         undone, too; `loop.complete` is false there.
 
         Raises ConfigError outside of `epochs`, for a block in a block, for a second block with the same batch, and when
-        an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete.
+        an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete. After
+        an exception that has left the block `batches` and `steps` raise RuntimeError when the script goes on.
         """
         self._check_running("step")
         validation.check_entered(self._asked)
@@ -384,7 +388,7 @@ class Loop:
         return self._asked
 
     def _step_begins(self) -> None:
-        self._asked = None
+        self._asked = self._left_by = None
         self._check_running("step")
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
         if not self._fed:
@@ -425,8 +429,8 @@ class Loop:
                 self._ended = not self._fed
             return False
         if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
-            if not self._fed:
-                self._interrupted()
+            self._interrupted()
+            self._left_by = error
             return False
         self._weighting.end()
         self._share = None
@@ -555,6 +559,10 @@ class Loop:
             step=self.steps_done + 1,
         )
         self._undo.optimizer_begins()
+
+    def _check_block(self) -> None:
+        validation.check_entered(self._asked)
+        validation.check_left(self._left_by, self.steps_done + 1)
 
     def _check_running(self, where: str) -> None:
         validation.check_stage(self._stage, where)

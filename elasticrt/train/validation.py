@@ -31,6 +31,15 @@ def check_entered(asked: object) -> None:
         raise ConfigError("called, and not entered", "step", got=got, expected=expected, remedy=remedy)
 
 
+def check_left(error: BaseException | None, step: int) -> None:
+    """Raises RuntimeError when an exception has ended the block of `step`, from 1, and the script goes on."""
+    if error is not None:
+        what, expected = "a step was left by an exception, and the script goes on", "each step is made or repeated"
+        got = f"step {step}: {type(error).__name__}, caught outside of the block"
+        remedy = "Catch it inside of `with loop.step():`, on all ranks alike, or let it end the worker"
+        raise RuntimeError(explain(what, "step", got=got, expected=expected, remedy=remedy)) from error
+
+
 def check_alone(*, in_step: bool, second: bool) -> None:
     """Raises ConfigError for a step inside a step, and for a second one with the same batch."""
     if in_step:

@@ -53,3 +53,20 @@ def test_a_loader_process_that_fails_ends_its_worker(tmp_path: Path, how: str) -
     assert done.returncode == 0, done.stderr
     assert "trained 8" in done.stdout
     assert "generation 2: rank 0" in done.stderr
+
+
+def test_an_error_of_the_script_is_the_only_one(tmp_path: Path) -> None:
+    """Loader processes that outlive the loop are killed at the end, and nothing is said of that."""
+    script = SCRIPT.replace("num_workers=2)", "num_workers=2, persistent_workers=True)")
+    script = script.replace("for x in loop.batches(DataLoader", "loader = DataLoader").replace(
+        "persistent_workers=True)):", "persistent_workers=True)\n    for x in loop.batches(loader):"
+    )
+    (tmp_path / "train.py").write_text(script.replace("model(x)", "1 / (loop.steps_done != 3); model(x)"))
+    command = [sys.executable, "-m", "elasticrt", "run", "--max-restarts", "0", "train.py"]
+    environment = {**os.environ, "HOW": "raises", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "ZeroDivisionError" in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "is killed by signal" not in done.stderr

@@ -131,6 +131,40 @@ def test_an_error_in_a_step_by_hand(tmp_path: Path) -> None:
     assert tries == 3
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("how", ["batches", "steps"])
+def test_an_error_that_is_caught_outside_of_its_step(tmp_path: Path, how: str, *, stepped: bool) -> None:
+    """The step would count, or the ranks would drift apart: the script cannot go on, and may leave the loop."""
+    model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+
+    def fail() -> None:
+        raise ValueError("a bad batch")
+
+    def train(directory: str, *, leaves: bool) -> Loop:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loop = Loop(tmp_path / directory, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1) if how == "batches" else [None]:
+            for _ in loop.batches(loader) if how == "batches" else loop.steps(4):
+                try:
+                    with loop.step():
+                        if loop.steps_done == 2 and not stepped:
+                            fail()
+                        model(torch.ones(2, 1)).sum().backward()
+                        optimizer.step()
+                        if loop.steps_done == 2:
+                            fail()
+                except ValueError:
+                    if leaves:
+                        break
+        return loop
+
+    with pytest.raises(RuntimeError, match=r"got step 3: ValueError, caught outside of the block") as found:
+        train("goes-on", leaves=False)
+    assert isinstance(found.value.__cause__, ValueError)
+    if not stepped:
+        assert train("leaves", leaves=True).steps_done == 2
+
+
 def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:
     """Who makes subgroups does so in one place."""
     loop = Loop(tmp_path)
