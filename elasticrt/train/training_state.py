@@ -73,7 +73,8 @@ class TrainingState:
         try:
             self._put_back(data, self._shown, shared=True)
         except CheckpointError as error:
-            remedy = "Use the script and the data that it was saved with, or start over in a new directory"
+            remedy = "Use the script and the data that it was saved with, and give objects their final shape before Loop, "
+            remedy += "or start over in a new directory"
             raise CheckpointError(f"{error}. {remedy}") from error
         self.numbers.restore(ours["rng"], self.position.steps)
 
@@ -84,7 +85,8 @@ class TrainingState:
             self._put_back(data, "another rank's state", shared=False)
             self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
-            remedy = "Start this node again with the run's script and arguments"
+            remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
+            remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
             what = "this node's script differs from the run's"
             raise MisfitError(what, "Loop", got=error, remedy=remedy) from error
 
