@@ -516,7 +516,8 @@ class Supervisor:
             self.progress.waits()
         if len(ranks) < seat.workers:
             lost = seat.workers - len(ranks)
-            self._fail_in_place(seat, f"{lost} of {seat.workers} workers had ended before they could go on")
+            why = next((f": {each.summary}" for each in before.failures if not each.collateral), "")
+            self._fail_in_place(seat, f"{lost} of {seat.workers} workers had ended before they could go on{why}")
         self.attend(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
