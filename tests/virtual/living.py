@@ -381,7 +381,7 @@ class Worker:
             self.group, self.waiting = None, True
             self._wait_for_nodes(self.own)
         elif self.sim.last_step is not None and self.step >= self.sim.last_step:
-            self._reach_the_end()
+            self._reach_the_end(group)
         elif self.seat is not None:
             self.take()
         elif not self.page.stop or (self.page.go and self.step < self.page.go):
@@ -443,10 +443,12 @@ class Worker:
         replaces = self.head
         self.ask(lambda number: Save(number, asdict(commit), replaces))
 
-    def _reach_the_end(self) -> None:
+    def _reach_the_end(self, group: ProcessGroup) -> None:
+        if self.group is not group:
+            return  # It has lost its group while it saved: it goes on in the next.
         self.page.stepping = 0
         if self.own.rank == 0 and self.saving is not None and self.saving[1].generation == self.own.generation:
-            self.later(POLL_S, self._reach_the_end)
+            self.later(POLL_S, self._reach_the_end, group)
             return
         self.page.in_place = 0
         self.left = True

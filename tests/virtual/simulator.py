@@ -282,6 +282,10 @@ class Simulator:
             if self.wiped_at is not None:  # Then what counts is what it has committed itself, and heard the answer to.
                 saved = process.agent.saved.reached if process.agent.saved is not None else 0
             allowed = allowed or process.group.furthest() > saved
+            # One that was alone in its generation when it lost etcd does not know who has gone on without it.
+            known = process.agent.member.view.generation
+            alone = known is not None and known.record.nodes == 1
+            allowed = allowed or (alone and self.unreachable(process))
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):
             self.engine.after(2.0, self.spawn, process.name)
