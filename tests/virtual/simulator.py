@@ -33,8 +33,11 @@ from tests.virtual.workers import Group, VirtualGroup
 
 RECOVER_S = 60.0
 FINISH_S = 60.0
-ADMIT_S = 100.0
-"""L4: so long after the faults has everybody a seat. A node whose set-up has failed often waits for up to a minute."""
+ADMIT_S = 40.0
+"""L4: so long after the faults has everybody a seat."""
+
+SET_UP_AGAIN_S = 60.0
+"""L4: ... and where set-up fails, so much longer: who has failed often waits for up to a minute."""
 
 DRAIN_S = 15.0
 GENERATIONS_MAX = 12
@@ -279,13 +282,14 @@ class Simulator:
             allowed = allowed or process.code == EXIT_DUPLICATE
         if process.code == EXIT_CHECKPOINT:  # It left without a handover, and has made steps that nobody has saved.
             saved = max((self.written[nonce].reached for nonce in self.committed), default=0)
-            if self.wiped_at is not None:  # Then what counts is what it has committed itself, and heard the answer to.
-                saved = process.agent.saved.reached if process.agent.saved is not None else 0
-            allowed = allowed or process.group.furthest() > saved
             # One that was alone in its generation when it lost etcd does not know who has gone on without it.
             known = process.agent.member.view.generation
-            alone = known is not None and known.record.nodes == 1
-            allowed = allowed or (alone and self.unreachable(process))
+            alone = known is not None and known.record.nodes == 1 and self.unreachable(process)
+            if (
+                self.wiped_at is not None or alone
+            ):  # Then what counts is what it has committed, and heard the answer to.
+                saved = process.agent.saved.reached if process.agent.saved is not None else 0
+            allowed = allowed or process.group.furthest() > saved
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):
             self.engine.after(2.0, self.spawn, process.name)
@@ -360,7 +364,8 @@ class Simulator:
         published = len(self.invariants.generations) - before
         require(published <= GENERATIONS_MAX, "L8", f"{published} generations while nothing went wrong")
         if self.spec.join == "now":
-            self._until(self.engine.now + ADMIT_S, self._all_are_in, "L4", "not everybody has a seat")
+            until = self.engine.now + ADMIT_S + (SET_UP_AGAIN_S if self.plan.setup_fails else 0.0)
+            self._until(until, self._all_are_in, "L4", "not everybody has a seat")
         self._finish()
 
     def _all_are_in(self) -> bool:
