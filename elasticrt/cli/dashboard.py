@@ -24,7 +24,7 @@ from elasticrt.cli.report import PAGE, looks
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.std_streams import write
 from elasticrt.store.address import is_loopback
-from elasticrt.store.protocol import Address
+from elasticrt.store.protocol import Address, bracketed
 from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.story.fold import Story
@@ -73,8 +73,9 @@ class Server(ThreadingHTTPServer):
         self.names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         self.token = "" if is_loopback(Address("http", host, port)) else secrets.token_urlsafe(24)
         host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  Compared, not bound.
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
+        self.url = f"http://{bracketed(host)}:{self.server_address[1]}/" + (
+            f"?token={self.token}" if self.token else ""
+        )
 
 
 class Refusal(Exception):  # noqa: N818  It is an answer.

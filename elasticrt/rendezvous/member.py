@@ -113,8 +113,8 @@ class Member:
         self._token = token
         self._note = note
         self._seats_per_chunk = seats_per_chunk
-        self._filed: dict[str, int] = {}  # The key of this node's newest report, and its mod revision.
-        self._unsure = ""  # The key of a report of which it is not known what became of the last try to file it.
+        # The key of this node's newest report, and its mod revision; None while it is not known what became of a try.
+        self._filed: dict[str, int | None] = {}
 
     @property
     def view(self) -> View:
@@ -247,15 +247,15 @@ class Member:
         """Store a report."""
         keys = self.replica.keys
         key = keys.report(report.generation, report.node)
-        if self._unsure == key:  # The try before may have arrived, though its answer did not.
+        before = self._filed.get(key, 0)
+        if before is None:  # The try before may have arrived, though its answer did not.
             found = yield from self.replica.look_up(key)
-            self._filed = {key: found.mod_revision} if found is not None else {}
-        self._unsure = key
-        txn = transactions.file(keys, Guard.of(self.view), report, self._filed.get(key, 0))
-        revision = yield from self.replica.write(txn)
+            before = found.mod_revision if found is not None else 0
+        self._filed = {key: None}
+        revision = yield from self.replica.write(transactions.file(keys, Guard.of(self.view), report, before))
         if not revision:
             return False
-        self._unsure, self._filed = "", {key: revision}
+        self._filed = {key: revision}
         self.me = replace(self.me, filed=report)
         return True
 

@@ -100,9 +100,7 @@ class Loop:
         self._completes = True  # Whether the batch before completed its global batch.
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
-        self._left_by: BaseException | None = (
-            None  # The exception that has ended the last block, if it was let through.
-        )
+        self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
         self._has_blocks = False  # Whether the script has entered a block.
         self._within_step = False  # Whether this is between two micro-batches of a step.
         self._redo = False  # Whether the last step was undone, and is done again.
