@@ -127,9 +127,10 @@ def show(arguments: argparse.Namespace) -> int:
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
+    text = page(story, time.time())  # Before the file of another report is emptied.
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
-            file.write(page(story, time.time()))
+            file.write(text)
     except OSError as error:
         what, remedy = "the report cannot be written", "Name a file in a directory that is there and may be written to"
         raise ConfigError(what, arguments.html, got=error.strerror, remedy=remedy) from None
