@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from uuid import uuid4
 
+from elasticrt.ipc.leash import command_of
 from elasticrt.store.protocol import Address
 
 READY_S_MAX = 20.0
@@ -225,7 +226,9 @@ class EtcdServer:
         ]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD")}
         with self._log().open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            self._process = subprocess.Popen(
+                command_of(command, signal.SIGKILL), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
 
     def _ready(self) -> bool:
         """Whether it answers a linearizable read (or refuses one: then it is up as well) before it ends."""
