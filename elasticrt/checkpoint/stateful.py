@@ -32,6 +32,11 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"
             raise ConfigError("sharded state (FSDP)", where, got=kind, expected=expected)
+        # By its name: importing the class takes longer than all of this.
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__):
+            expected, remedy = "an optimizer whose state is whole on each rank", "Use the optimizer that it wraps"
+            what = "sharded state (ZeroRedundancyOptimizer)"
+            raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
     return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
 
 

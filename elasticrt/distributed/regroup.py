@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -436,8 +436,13 @@ def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [each for name, each in layer.module.named_parameters() if each.requires_grad and name not in ignored]
 
 
-def obstacle(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Why a DDP module that exchanges gradients of `parameters` cannot be given another group, "" if it can."""
+def obstacle(
+    layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], given: Collection[object]
+) -> str:
+    """Why a DDP module that exchanges gradients of `parameters` cannot be given another group, "" if it can.
+
+    `given`: the Loop's objects.
+    """
     logger: Any = layer.logger
     if logger._get_ddp_logging_data().ints_map["num_parameter_tensors"] != len(parameters):
         return "parameters were frozen or unfrozen between DDP and the Loop"
@@ -449,6 +454,10 @@ def obstacle(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Param
         return "DDP's python reducer"
     if getattr(layer, "device_mesh", None) is not None:
         return "DDP has a device mesh"
+    # A newcomer's would be at its beginning (PowerSGD counts steps), and its collectives others than the survivors'.
+    states = [state for _, state in layer._comm_hooks if state is not None and state is not dist.group.WORLD]
+    if any(all(state is not each for each in given) for state in states):
+        return "DDP has a communication hook with a state that was not given to the Loop"
     return ""
 
 

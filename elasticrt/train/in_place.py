@@ -53,7 +53,7 @@ class InPlace:
     """One Loop's way from group to group.
 
     Args:
-        modules: the Loop's objects; DDP modules among them get new reducers.
+        objects: the Loop's; DDP modules among them get new reducers.
         give_up: called by another thread when the main thread can't come back from the group that it has lost.
         undoable: whether a step is open, and would be undone if it failed now.
         renews: whether the script makes something of its own anew after each change.
@@ -66,12 +66,13 @@ class InPlace:
 
     def __init__(
         self,
-        modules: Iterable[object],
+        objects: Iterable[object],
         give_up: Callable[[], object],
         undoable: Callable[[], bool],
         renews: Callable[[], bool],
     ) -> None:
-        self._layers = [(each, regroup.exchanged(each)) for each in ddp_layers(modules)]
+        self._given = list(objects)
+        self._layers = [(each, regroup.exchanged(each)) for each in ddp_layers(self._given)]
         self._give_up = give_up
         self._undoable = undoable
         self._renews = renews
@@ -126,7 +127,7 @@ class InPlace:
         # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
         if any(issubclass(type(each), DDP) and all(each is not layer for layer in known) for each in gc.get_objects()):
             return "there is a DDP module that was not given to the Loop"
-        return next((text for layer in self._layers if (text := regroup.obstacle(*layer))), "")
+        return next((text for layer in self._layers if (text := regroup.obstacle(*layer, self._given))), "")
 
     def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
         """Whether `error` only says that this generation has lost a rank. If so, it is reported to the agent.

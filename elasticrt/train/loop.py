@@ -102,6 +102,7 @@ class Loop:
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
         self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
         self._has_blocks = False  # Whether the script has entered a block.
+        self._block_ended = False  # Whether that of the present batch has ended, and not by an exception.
         self._within_step = False  # Whether this is between two micro-batches of a step.
         self._redo = False  # Whether the last step was undone, and is done again.
         self._ended = False  # Whether the boundary after the last step is still to come.
@@ -122,8 +123,9 @@ class Loop:
 
     @property
     def steps_done(self) -> int:
-        """Steps that are done, over all epochs and restarts."""
-        return self._state.position.steps
+        """Steps that are done, over all epochs and restarts. After a block that is the step of the block, too."""
+        pending = self._block_ended and self._share is not None and self._share.last
+        return self._state.position.steps + pending
 
     @property
     def complete(self) -> bool:
@@ -421,6 +423,7 @@ class Loop:
             self._within_step = not share.last
             if share.last:
                 self._undo.step_ends()
+            self._block_ended = True
             # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
             if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
                 self._settle(passed=True)
@@ -486,7 +489,7 @@ class Loop:
 
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
-        self._undo.stepped = False
+        self._block_ended = self._undo.stepped = False
         self._undo.outside = None
         self._weighting.begin(share)
         self._page.stepping = 1

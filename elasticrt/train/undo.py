@@ -44,6 +44,7 @@ class Undo:
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         # As of the beginning of the step.
         self._owners: list[dict[str, torch.Tensor | None]] | None = None
+        self._bound: list[dict[str, torch.Tensor | None]] = []  # Which buffers each of them had, by name.
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
@@ -132,7 +133,8 @@ class Undo:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
             layers = [layer for module in self._modules for layer in module.modules()]
             self._owners, self._watched = [layer._buffers for layer in layers], self._training.parameters()
-        buffers = [each for owner in self._owners for each in owner.values() if each is not None]
+        self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]
+        buffers = [each for owner in self._bound for each in owner.values() if each is not None]
         buffers += self._early_parameters
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
@@ -162,6 +164,8 @@ class Undo:
         if known and self._state is not None:
             stateful.put_back(self._training.objects, self._state, "the beginning of the step")
         self._state = None
+        for layer, bound in zip(self._owners or (), self._bound, strict=True):
+            _bind(layer, bound)
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
@@ -221,6 +225,15 @@ class Undo:
     def _set_vars(self, values: dict[str, Any]) -> None:
         self._training.vars.clear()
         self._training.vars.update(values)
+
+
+def _bind(owner: dict[str, torch.Tensor | None], bound: dict[str, torch.Tensor | None]) -> None:
+    """Give a module the buffers again that it had: a forward may do `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""
+    for name in set(owner.keys()).difference(bound):  # A ScriptModule's is no dict.
+        del owner[name]
+    for name, tensor in bound.items():
+        if name not in owner or owner[name] is not tensor:
+            owner[name] = tensor
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed import agent_client, regroup
@@ -485,3 +486,24 @@ def test_who_is_cut_off_while_it_sends_comes_back() -> None:
 def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
     """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
     _run(MEETS_THE_DEAD)
+
+
+def test_a_hook_with_a_state_of_its_own_hinders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer's PowerSGD would begin anew beside the others', unless the Loop gives it their state."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compressed = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=1)
+        for state, hook, given, hinders in (
+            (None, default_hooks.allreduce_hook, [], False),
+            (dist.group.WORLD, default_hooks.fp16_compress_hook, [], False),
+            (compressed, powerSGD_hook.powerSGD_hook, [object()], True),
+            (compressed, powerSGD_hook.powerSGD_hook, [object(), compressed], False),
+        ):
+            layer = DistributedDataParallel(nn.Linear(2, 1))
+            layer.register_comm_hook(state, hook)
+            said = regroup.obstacle(layer, regroup.exchanged(layer), given)
+            expected = "DDP has a communication hook with a state that was not given to the Loop"
+            assert said == (expected if hinders else "")
+    finally:
+        dist.destroy_process_group()

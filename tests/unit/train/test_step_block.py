@@ -117,6 +117,24 @@ def test_a_break_inside_the_block(tmp_path: Path, stepped: bool) -> None:
     assert loop.steps_done == int(stepped)
 
 
+@pytest.mark.parametrize("how", ["batches", "steps"])
+def test_steps_are_counted_alike_with_and_without_an_optimizer(tmp_path: Path, how: str) -> None:
+    """After each block `steps_done` is one more, also while gradients are added up over three of them."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    seen: list[tuple[int, int]] = []
+    for _ in loop.epochs(1) if how == "batches" else [None]:
+        for _ in loop.batches(loader) if how == "batches" else loop.steps(4):
+            with loop.step():
+                before = loop.steps_done
+                if before % 3 == 2:
+                    optimizer.step()
+            seen.append((before, loop.steps_done))
+    assert len(seen) > 3
+    assert seen == [(step, step + 1) for step in range(len(seen))]
+    assert loop.steps_done == len(seen)
+
+
 def test_an_error_in_a_step_by_hand(tmp_path: Path) -> None:
     """A step that an error has left is not counted, also where the script goes on."""
     loop = Loop(tmp_path)

@@ -94,3 +94,43 @@ def test_values_that_contain_others_are_undone() -> None:
         best = {"step": 1, "each": [torch.ones(1)]}
         assert kept == {"history": [1], "best": best, "seen": {1}, "count": 1, "by_name": {"a": [1]}}
         assert optimizer.param_groups[0]["log"] == [1]
+
+
+class Statistics(torch.nn.Module):
+    """Its forward binds a buffer anew, changes one in place, and makes one at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("unset", None)
+        self.inner = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As written in scripts."""
+        self.mean = 0.5 * self.mean + x
+        self.count += 1
+        if self.unset is None:
+            self.unset = x.clone()
+        if not hasattr(self.inner, "first"):
+            self.inner.register_buffer("first", x.clone())
+        return x
+
+
+def test_buffers_that_a_forward_binds_anew_are_undone() -> None:
+    """S6: `self.mean = ...` in a step that is undone leaves no trace, at the first step and at later ones."""
+    net = Statistics()
+    undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
+    for step in range(3):
+        before = {name: each.clone() for name, each in net.state_dict().items()}
+        undo.note()
+        for _ in range(2):
+            net(torch.full((3,), 7.0))
+            assert undo.put_back()
+            after = net.state_dict()
+            assert after.keys() == before.keys()
+            assert all(torch.equal(each, before[name]) for name, each in after.items())
+        net(torch.full((3,), float(step)))
+        undo.step_ends()
+    assert net.mean.tolist() == [2.5] * 3
+    assert (net.count.item(), net.unset.tolist(), net.inner.first.tolist()) == (3, [0.0] * 3, [0.0] * 3)
