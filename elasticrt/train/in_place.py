@@ -103,7 +103,8 @@ class InPlace:
         obstacle = self._obstacle(loader)
         if obstacle:
             self._hindered = True
-            _log.info("workers are started anew when the membership changes: %s", obstacle)
+            if not self.worker.rank:
+                _log.warning("workers are started anew when the membership changes: %s", obstacle)
             return
         self._follow()
         self._page.in_place = IN_PLACE

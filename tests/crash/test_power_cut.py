@@ -211,6 +211,7 @@ def _all_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int, kee
     return states
 
 
+@pytest.mark.timeout(600)  # It computes all the time, and takes long on a busy machine.
 def test_every_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F04, S7, S8: at least 2,000 states: the acknowledged checkpoint or a newer one, whole; no torn one is parsed."""
     (tmp_path / "disk").mkdir()
