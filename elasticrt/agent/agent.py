@@ -119,7 +119,8 @@ class Agent(Side):
         allow_files(self.settings.workers, self.spec.max_nodes)
         check_loopback()
         for number in self.settings.options.signals:
-            signal.signal(number, self._told)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
+                signal.signal(number, self._told)
         code = EXIT_BUG
         self.loop.watch_threads()
         try:

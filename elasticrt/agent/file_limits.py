@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.wording import counted
 from elasticrt.liveness.probe import CONNECTIONS_MAX
 from elasticrt.liveness.prober import OPEN_AT_ONCE
 
@@ -34,7 +35,7 @@ def allow_files(workers: int, nodes: int) -> None:
             "too few files may be open on this machine",
             "ulimit -n",
             got=f"a hard limit of {hard:,}",
-            expected=f"{needed:,} for {workers:,} workers in a run of up to {nodes:,} nodes",
+            expected=f"{needed:,} for {counted(workers, 'worker')} in a run of up to {nodes:,} nodes",
             remedy="Raise the limit, or start fewer workers on this node",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -149,7 +149,7 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
             continue
         compares = tuple(compare for each in asked for compare in each.compares)
         operations = tuple(operation for each in asked for operation in each.operations)
-        run.store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))
+        run.store.commit(Txn(compares, operations, why=f"asked to drain: {counted(len(asked), 'node')}"))
         write(sys.stdout, told)
         told = ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -266,11 +267,14 @@ def _check_log_dir(directory: Path) -> None:
 
     A disk that is full, failing or read-only is not the user's mistake: the agent warns, and training goes on.
     """
-    there = next(each for each in (directory, *directory.parents) if each.exists())
+    there = directory
     try:
+        there = next(each for each in (directory, *directory.parents) if each.exists())
         with tempfile.TemporaryDirectory(dir=there, prefix=".elasticrt-"):
             pass
-    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            return
         got, expected = f"{there}: {error.strerror}", "a directory that can be made and written to"
         remedy = "Name another one. Without --log-dir it is elasticrt_runs"
         raise ConfigError("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy) from None

@@ -222,6 +222,8 @@ def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     assert options.peer is not None
     try:
         yield "peer", ask_peer(*options.peer)
+    except ValueError as error:
+        yield "peer", Finding("fail", str(error), "Copy the line that it prints on the other machine")
     except OSError as error:
         remedy = "Start `elasticrt doctor --listen` there, and let nodes reach each other at all ports"
         yield "peer", Finding("fail", f"{options.peer[0]}:{options.peer[1]}: {error.strerror or error}", remedy)

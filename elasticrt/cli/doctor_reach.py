@@ -66,7 +66,9 @@ def _ask(host: str, port: int, ours: list[int]) -> tuple[str, dict[str, Any]]:
     with socket.create_connection((host, port), STEP_S) as connection:
         connection.settimeout(STEP_S * (PORTS + 1))  # It tries one after the other.
         connection.sendall(json.dumps({"ports": ours}).encode() + b"\n")
-        answer = json.loads(connection.makefile("rb").readline(LINE_MAX_BYTES) or b"{}")
+        answer = None
+        with suppress(ValueError):
+            answer = json.loads(connection.makefile("rb").readline(LINE_MAX_BYTES))
         if not isinstance(answer, dict) or not {"seen", "ports", "errors", "time"} <= answer.keys():
             raise ValueError(f"something else than `elasticrt doctor --listen` answers there ({host}:{port})")
         return connection.getsockname()[0], answer

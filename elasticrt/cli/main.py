@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import re
@@ -156,6 +157,19 @@ def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
         logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
 
 
+def _do(arguments: argparse.Namespace) -> int:
+    """Run a command; its exit code. Raises ConfigError for a name that no file can have."""
+    try:
+        code: int = arguments.func(arguments)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        got, expected = f"{str(error.filename)[:60]}...", "at most 255 bytes from / to /, and 4096 in all"
+        what, remedy = "a name that is too long for a file", "Give the run, node or file a shorter one"
+        raise ConfigError(what, "this command line", got=got, expected=expected, remedy=remedy) from error
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     occupy()
@@ -170,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_directory()
         arguments = build_parser().parse_args(argv)
         _heed(arguments, handler)
-        code: int = arguments.func(arguments)
+        code = _do(arguments)
     except ElasticError as error:
         if handler.in_json:
             tell(_line("error", "error", str(error)))

@@ -15,7 +15,7 @@ from elasticrt.cli.options import add_command, declare_log_dir, declare_run, par
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
-from elasticrt.ipc.std_streams import tell, write
+from elasticrt.ipc.std_streams import has_reader, tell, write
 from elasticrt.option_values import host_and_port, whole
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir, sentences
@@ -222,7 +222,11 @@ def show_logs(arguments: argparse.Namespace) -> int:
 def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[list[str], bool]]:
     """See `looks`: one, or with --follow until all agents have ended."""
     story, said = Story(), False
-    for look in looks(directory, story, lambda: not arguments.follow or bool(story.lives and not story.alive())):
+
+    def over() -> bool:
+        return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives and not story.alive())
+
+    for look in looks(directory, story, over):
         yield look
         if not (look[1] or said):
             said = True

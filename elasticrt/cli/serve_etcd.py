@@ -93,14 +93,10 @@ def check_tls(options: ServeOptions) -> None:
         raise ConfigError("half of TLS", where, expected=expected, remedy=remedy)
     import ssl  # It takes a while to load, and few need it.
 
+    from elasticrt.store import certificates
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(options.cert_file, options.key_file)
-        if options.client_ca_file is not None:
-            context.load_verify_locations(options.client_ca_file)
-    except OSError as error:
-        expected, remedy = "PEM files, the key that of the certificate", "Check the paths and what the files hold"
-        raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
+    certificates.check(context, where, options.client_ca_file, options.cert_file, options.key_file)
 
 
 def serve(binary: Path, directory: Path, listen: Address, given: Address, options: ServeOptions) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from elasticrt.cli.live_run import LiveRun, live_here, named_run, opened, options_given, which_run
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.std_streams import has_reader, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
         if newest is None:
             raise which_run()
         named = newest.name, newest
-    while not look(*named, arguments, options) and arguments.watch:
+    while not look(*named, arguments, options) and arguments.watch and has_reader(sys.stdout):
         time.sleep(WATCH_EVERY_S)
         write(sys.stdout, CLEAR if sys.stdout.isatty() and not arguments.json else "")
     return EXIT_OK

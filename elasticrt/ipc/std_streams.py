@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +62,10 @@ def turn(fd: int, text: bytes, owner: object = None) -> Iterator[tuple[bool, byt
             _unfinished[place] = owner, text.endswith(b"\r")
 
 
+_without_reader: set[int] = set()
+"""Descriptors whose output is dropped, because their reader has ended."""
+
+
 class Unwritable(OSError):  # noqa: N818  A stream is unwritable.
     """A stream cannot be written to, as on a full disk. All later output is dropped."""
 
@@ -79,12 +84,26 @@ def write(stream: TextIO | None, text: str) -> bool:
             stream.flush()
     except BrokenPipeError:
         # All later output is dropped, and what is still buffered, which Python flushes at its end.
+        _without_reader.add(stream.fileno())
         point_to_null(stream.fileno())
         return False
     except OSError as error:
         point_to_null(stream.fileno())
         raise Unwritable(error.errno, error.strerror) from error
     return True
+
+
+def has_reader(stream: TextIO | None) -> bool:
+    """Whether somebody may still read what is written: false for a pipe whose other end is closed."""
+    try:
+        fd = stream.fileno() if stream is not None else -1
+    except ValueError:  # It has none, or is closed.
+        fd = -1
+    if fd < 0:
+        return True
+    poll = select.poll()
+    poll.register(fd, 0)
+    return fd not in _without_reader and not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

@@ -172,7 +172,9 @@ class Progress:
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        self._recovered(generation, self._pause_until(at_ns), at_ns)
+        # Workers that have ended already were remembered: their only step is none before this generation.
+        before = self._last_ns < self._marks["start"]
+        self._recovered(generation, self._pause_until(at_ns) if before else None, at_ns)
 
     def tell_anew(self) -> None:
         """Look, and write the event `progress`."""

@@ -164,8 +164,9 @@ class Connections:
             return retrying(operation.attempt, method, request)
         except _AgainError as error:
             message = f"no answer from etcd to {what} within {self.timeout_s:g} s"
-            # What a server with TLS does to a client without: it hangs up.
+            # A server with TLS hangs up on a client without, and the reverse.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
+            remedy = "An etcd without TLS needs http://" if "Handshake read failed" in str(error) else remedy
             where = ", ".join(self.names)
             raise StoreUnavailable(message, where, got=error, remedy=remedy) from error.__cause__
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from elasticrt.errors import ConfigError
-from elasticrt.store import etcd_messages, proto
+from elasticrt.store import certificates, etcd_messages, proto
 from elasticrt.store.connection import Connections, read_file
 from elasticrt.store.protocol import (
     Address,
@@ -162,7 +162,10 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         where, remedy = "--etcd-user, --etcd-password-file", "Give both or neither"
         raise ConfigError("half a login", where, expected="the name and its password", remedy=remedy)
     if any(address.scheme == "https" for address in addresses):
-        _check_files(credentials)
+        # Only now: while they are renewed the key may be that of another certificate for a moment.
+        trusted, where = _check_files(credentials), "--etcd-ca-file, --etcd-cert-file, --etcd-key-file"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        certificates.check(context, where, trusted, credentials.cert_file, credentials.key_file)
     if credentials.password_file is not None:
         read_file(credentials.password_file)
 

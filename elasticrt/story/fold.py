@@ -321,8 +321,14 @@ class Story:
 
     @property
     def counts(self) -> bool:
-        """Whether steps are counted over the whole run, as far as is known: the script has a Loop."""
-        return self.first_step_at is not None or all(chapter.stepped_at is None for chapter in self.chapters)
+        """Whether steps are counted over the whole run, as far as is known: the script has a Loop.
+
+        One that has made no step before it succeeded has none, or has saved.
+        """
+        if self.first_step_at is not None or self.checkpoints:
+            return True
+        over = self.result is not None and self.result.status == "succeeded"
+        return not over and all(chapter.stepped_at is None for chapter in self.chapters)
 
     def away_since(self) -> float | None:
         """Since when etcd has not answered a node that lives; None: all get answers, as far as is known."""

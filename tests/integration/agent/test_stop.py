@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         step = last.partition("; step ")[2].partition(" is saved")[0]
         assert last.startswith(f"run {run_id} stopped; step ")
         assert list((tmp_path / "ckpt").glob(f"step-{step.replace(',', '')}-*"))
+
+
+def test_a_hangup_under_nohup(tmp_path: Path) -> None:
+    """SIGHUP makes a node leave, unless whoever started it had it ignored: `nohup elasticrt run ... &` runs on."""
+    command = ["-m", "elasticrt", "run", "--no-python", "--nproc-per-node=1", "sh", "-c", "echo begun; sleep 600"]
+    for first in ([], ["nohup"]):
+        agent = [*first, sys.executable, *command]
+        with subprocess.Popen(agent, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+            assert run.stdout is not None
+            assert any("begun" in line for line in run.stdout)
+            run.send_signal(signal.SIGHUP)
+            if first:
+                run.send_signal(signal.SIGTERM)
+            said = run.stdout.read()
+            assert ("SIGHUP received" in said) == (not first)
+            assert run.wait(60) == 143
 
 
 FULL = LOOP.replace(

@@ -278,6 +278,31 @@ def test_plain_text_to_tls(encrypted: Address, connect: Connect) -> None:
         store.close()
 
 
+def test_tls_to_plain_text() -> None:
+    """A client with TLS at an etcd without is told what to write."""
+    with etcd_server() as server:
+        store = EtcdStore((Address("https", server.address.host, server.address.port),), timeout_s=0.5)
+        try:
+            with pytest.raises(StoreUnavailable, match="needs http://"):
+                store.read("/")
+        finally:
+            store.close()
+
+
+@pytest.mark.parametrize(("ca", "certificate", "key"), [("ca", "client", "foreign"), ("client.csr", None, None)])
+def test_unusable_certificates(certificates: Path, ca: str, certificate: str | None, key: str | None) -> None:
+    """A key of another certificate, or a file that holds no certificate, is refused before a connection is made."""
+    paths = [
+        f"{certificates}/{name}" if name else None
+        for name in (certificate and f"{certificate}.pem", key and f"{key}.key")
+    ]
+    authority = f"{certificates}/{ca if ca.endswith('csr') else f'{ca}.pem'}"
+    with pytest.raises(ConfigError, match=r"unusable certificates \(--etcd-ca-file"):
+        EtcdStore(
+            (Address("https", "127.0.0.1", 1),), Credentials(ca_file=authority, cert_file=paths[0], key_file=paths[1])
+        )
+
+
 @pytest.mark.parametrize(
     ("scheme", "credentials", "words"),
     [

@@ -94,3 +94,22 @@ def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         status.show(LiveRun(store, keys, Path("runs")), "nobody is here")
+
+
+@pytest.mark.parametrize("words", [["status", "--watch"], ["events", "--follow"], ["logs", "--follow"]], ids=str)
+def test_who_follows_a_run_ends_with_its_reader(words: list[str], tmp_path: Path) -> None:
+    """`elasticrt logs --follow | head -1` is over when `head` is, while the run goes on."""
+    command = [sys.executable, "-m", "elasticrt"]
+    agent = [*command, "run", "--no-python", "--nproc-per-node=1", "sh", "-c", "echo begun; sleep 600"]
+    with subprocess.Popen(agent, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert any("begun" in line for line in running.stdout)
+            with subprocess.Popen([*command, *words], cwd=tmp_path, stdout=subprocess.PIPE) as following:
+                assert following.stdout is not None
+                assert following.stdout.readline()
+                following.stdout.close()
+                assert following.wait(60) == 0
+            assert running.poll() is None
+        finally:
+            running.terminate()

@@ -105,3 +105,17 @@ def test_a_ledger_that_is_not_there(
     said = capsys.readouterr().err
     assert "(nosuchdir): got nosuchdir: No such file or directory; expected" in said
     assert "Errno" not in said
+
+
+@pytest.mark.parametrize(
+    "words", [["status", "x" * 300], ["report", "x" * 300], ["resize", "1:2", "x" * 300], ["run", f"{'x' * 300}.py"]],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_names_that_no_file_can_have(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is too long is the user's mistake: one line, and exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "too long" in line

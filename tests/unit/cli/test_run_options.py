@@ -130,6 +130,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--run-id", "", "train.py"], "got ''"),
         (["--log-dir", "/proc/x", "train.py"], "no place for logs (--log-dir): got /proc: No such file or directory"),
         (["--log-dir", "train.py/x", "train.py"], "--log-dir"),
+        (["--log-dir", "x" * 300, "train.py"], "no place for logs (--log-dir)"),
         (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
         (["--nnodes", "2:1", "train.py"], "--nnodes"),

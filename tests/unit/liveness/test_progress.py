@@ -123,6 +123,20 @@ def test_who_does_not_know_claims_nothing() -> None:
     assert [each.redone for each in kept.found if isinstance(each, events.FirstStep)] == [None, None]
 
 
+def test_the_only_step_of_a_generation_is_no_pause() -> None:
+    """A script without a Loop makes one step and ends: workers were remembered before their first step was told of."""
+    page, other, kept = Words(), Words(), Kept()
+    progress = Progress(lambda: [page, other], kept, time)
+    progress.replaced(1)
+    progress.began()
+    progress.started(1, SECOND)
+    page.beat_at_ns = page.first_beat_at_ns = 2 * SECOND
+    other.beat_at_ns = other.first_beat_at_ns = 3 * SECOND
+    progress.remember()
+    progress.look(1, 4.0)
+    assert [type(each) for each in kept.found if not isinstance(each, events.Progress)] == [events.SetUp]
+
+
 class Second:
     """A clock that stands still at a second until it is set."""
 
