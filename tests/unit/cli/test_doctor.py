@@ -206,6 +206,25 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert [each["check"] for each in found if each["level"] == "fail"] == ["torch"]
 
 
+def test_a_stranger_at_the_peers_port(capsys: pytest.CaptureFixture[str]) -> None:
+    """Something else answers there: the line says so, and where the right address comes from."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+        stranger = threading.Thread(target=answer)
+        stranger.start()
+        assert main(["doctor", "--peer", f"127.0.0.1:{port}"]) == 1
+        stranger.join()
+    said = capsys.readouterr().out
+    assert f"something else than `elasticrt doctor --listen` answers there (127.0.0.1:{port})" in said
+    assert "Copy the line" in said
+
+
 def test_at_a_terminal_it_says_what_it_looks_at(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
