@@ -136,7 +136,7 @@ class Cluster:
         found = [event for agent in self.agents.values() for event in agent.events if event["event"] == name]
         return sorted(found, key=lambda event: event["at"])
 
-    def wait(self, what: str, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Wait until the events make `condition` true."""
         deadline = time.monotonic() + timeout_s
         with self._changed:

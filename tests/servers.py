@@ -23,7 +23,7 @@ from uuid import uuid4
 from elasticrt.ipc.leash import command_of
 from elasticrt.store.protocol import Address
 
-READY_S_MAX = 20.0
+READY_S_MAX = 60.0
 
 
 def free_port() -> int:

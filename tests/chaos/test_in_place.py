@@ -244,6 +244,7 @@ def test_more_failures_than_restarts_before_the_first_save(tmp_path: Path) -> No
     run(tmp_path, plan, "every=1000 steps", workers=3, epochs=6, restarts="").check_all()
 
 
+@pytest.mark.slow
 def test_a_run_that_gives_up_saves_first(tmp_path: Path) -> None:
     """W13: the restarts are spent with nothing saved: the survivors save the newest step, and then the run ends."""
     (tmp_path / "faults.json").write_text(json.dumps([fault("last bucket", 1, world=3, step=5)]))

@@ -109,6 +109,7 @@ def test_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_no_copies_are_taken_when_none_are_wanted(tmp_path: Path) -> None:
     """`memory=0` switches the tier off: after a failure the run starts from what is on disk, here from nothing."""
     with _cluster(tmp_path, "0", 1) as cluster:

@@ -116,6 +116,7 @@ def test_a_power_loss_is_found_long_before_the_lease_ends(tmp_path: Path, leads:
         assert (generation.kind, generation.restarts.total) == ("lost", 0), "it costs no restart"
 
 
+@pytest.mark.slow
 def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:
     """N11: without a Loop, too: the steps of its optimizers stand still, and that is told from outside."""
     with powered(tmp_path, ttl_s=60.0, plain=True) as run:

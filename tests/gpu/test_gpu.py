@@ -27,6 +27,7 @@ def machine() -> Machine:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_without_a_gpu() -> None:
     """Workers are killed, replaced, frozen, saved and restored by gloo on the CPU; each check of the table holds."""
     found = rows.changes("gloo", "cpu", 2, 12.0)

@@ -85,6 +85,7 @@ def _events(directory: Path) -> str:
     return "".join(each.read_text() for each in directory.rglob("events-*.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_node_whose_only_worker_has_just_died_saves_the_newest_copy(tmp_path: Path) -> None:
     """L5: it starts a worker anew from the copy in its memory, and leaves when that has saved. No checkpoint exists."""
     script = SCRIPT.replace("RANK", "1").replace("PAUSES", "False").replace(f"({STEPS})", "(4000)")

@@ -60,7 +60,7 @@ class Terminal:
         """Wait until it has printed a line with these words (a pattern)."""
         wait_until(lambda: re.search(words, self.text()) is not None, f"{words!r} in {self.text()}", 60)
 
-    def ended(self, seconds: float = 60.0) -> int:
+    def ended(self, seconds: float = 120.0) -> int:
         """Wait for its end; the exit code."""
         return self.process.wait(seconds)
 

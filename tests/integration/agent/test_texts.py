@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-END_S = 60
+END_S = 120
 
 FAILS = r"""
 import os, sys
@@ -87,6 +87,7 @@ def test_names_in_any_bytes(tmp_path: Path) -> None:
     assert os.listdir(names[0])  # noqa: PTH208  A path in bytes.
 
 
+@pytest.mark.slow
 def test_a_command_of_thousands_of_words(tmp_path: Path) -> None:
     """CLI: as many arguments as the system takes: the worker gets them all."""
     words = [b"shard-%d.tar" % number for number in range(6_000)]

@@ -20,7 +20,7 @@ from elasticrt.playground.local_cluster import Screen, descends
 from elasticrt.playground.narration import Line
 
 HERE = Path(__file__).parent
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 FOR_EVER = "100000"
 
 
