@@ -61,7 +61,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             here = show(run, without_nodes, story, waited_s=waited_s, standing=standing)
     except (ConfigError, StoreUnavailable) as error:
         away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
-        if story is None or (options.etcd and not away):  # Where an etcd was named, it should know of the run.
+        # An etcd that was named should know of a run that is alive.
+        if story is None or (options.etcd and not away and story.alive()):
             raise
         story = run_dir.read(directory)  # It may have ended meanwhile, and its etcd with it.
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")

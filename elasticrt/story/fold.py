@@ -408,7 +408,7 @@ class Story:
         life = self._present[node]
         life.gone_at = life.last
         if self.chapter is not None and not self.seated():
-            last = max((each.last for each in self._seats(self.chapter)), default=life.last)
+            last = max((each.last for each in self.seats(self.chapter)), default=life.last)
             self._courses[self.chapter.number].left_at = last
 
     def pid(self, node: str) -> int:
@@ -546,7 +546,7 @@ class Story:
 
     def _interrupted(self, before: Chapter) -> None:
         """Another generation follows `before`: note whether no agent of its nodes has lived on."""
-        seated = self._seats(before)
+        seated = self.seats(before)
         ended_at = max((life.last for life in seated), default=before.begin)
         later = [life for life in self.lives if life.begin > ended_at]
         if not seated or any(self._present[life.node] is life for life in seated):
@@ -555,7 +555,7 @@ class Story:
         if len(later) == len(self._present):
             self.breaks.append((ended_at, min(life.begin for life in later), ends(seated)))
 
-    def _seats(self, chapter: Chapter) -> list[Life]:
+    def seats(self, chapter: Chapter) -> list[Life]:
         """The lives that have a seat in `chapter`, as far as they are known."""
         lives = [life for life in self.lives if life.node in chapter.nodes and life.begin <= chapter.begin]
         return list({life.node: life for life in lives}.values())
@@ -563,7 +563,7 @@ class Story:
     def seated(self) -> list[Life]:
         """The lives of agents that run, and have a seat in the newest generation."""
         alive = [self._present[node] for node in self.alive()]
-        return [life for life in self._seats(self.chapter) if life in alive] if self.chapter is not None else []
+        return [life for life in self.seats(self.chapter) if life in alive] if self.chapter is not None else []
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter

@@ -124,7 +124,11 @@ def state(story: Story, now: float | None = None) -> str:
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
-    left = {life.code for life in newest.values() if life.gone_at is None and not (unsaved and life is first)}
+    # Nodes of earlier generations may have left long before the last ones were killed.
+    last_ones = [newest[life.node] for life in story.seats(story.chapter)] if story.chapter is not None else []
+    left = {
+        life.code for life in last_ones or newest.values() if life.gone_at is None and not (unsaved and life is first)
+    }
     if left == {EXIT_TERMINATED} or (unsaved and not left):
         failed = "the last checkpoint could not be saved; " if unsaved else ""
         return f"stopped; {failed}{to_go_on(story)}"

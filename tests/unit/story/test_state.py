@@ -7,7 +7,7 @@ import pytest
 from elasticrt import events
 from elasticrt.story.board import board
 from elasticrt.story.fold import SILENT_S
-from elasticrt.story.report import as_object, report, speed, sums
+from elasticrt.story.report import as_object, changes, report, speed, sums
 from elasticrt.story.sentences import now_at, state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
@@ -58,6 +58,22 @@ def test_a_run_whose_nodes_have_all_been_told_to_leave_was_stopped(entries: list
     assert story([*entries, *both]).present(7.0) is None
     lost: list[Entry] = [(5.5, "a", events.MemberLost("b", "b lost")), both[0]]
     assert state(story([*entries, *lost])) == words
+
+
+def test_a_run_that_was_killed_after_it_had_been_stopped_before() -> None:
+    """It was submitted again with one node, and that was killed: how a node ended before says nothing of that."""
+    both: list[Entry] = [(6.0, name, events.AgentStopped(143)) for name in "ab"]
+    again: list[Entry] = [
+        (7.0, "a", started()),
+        (8.0, "a", begun(2, "a", "start")),
+        (8.5, "a", events.FirstStep(2, 4, 3, None, 0)),
+        (9.0, "a", events.Step(2, 9, 0, {})),
+    ]
+    told = story([*SAVED, *both, *again])
+    assert told.alive() == ("a",)
+    told.killed("a")
+    assert state(told).startswith("ended without a result (code 143, killed); step 3 is saved; to go on")
+    assert changes(told).endswith("; 6 steps not saved")
 
 
 def test_a_save_that_failed_is_told_of_until_one_succeeds() -> None:
