@@ -50,20 +50,27 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         assert list((tmp_path / "ckpt").glob(f"step-{step.replace(',', '')}-*"))
 
 
-def test_a_hangup_under_nohup(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True], ids=["alone", "under nohup"])
+def test_a_hangup(tmp_path: Path, *, ignored: bool) -> None:
     """SIGHUP makes a node leave, unless whoever started it had it ignored: `nohup elasticrt run ... &` runs on."""
-    command = ["-m", "elasticrt", "run", "--no-python", "--nproc-per-node=1", "sh", "-c", "echo begun; sleep 600"]
-    for first in ([], ["nohup"]):
-        agent = [*first, sys.executable, *command]
-        with subprocess.Popen(agent, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    command = [sys.executable, "-m", "elasticrt", "run", "--no-python", "--nproc-per-node=1"]
+    command += ["sh", "-c", "echo begun; sleep 600"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with run:
+        try:
             assert run.stdout is not None
             assert any("begun" in line for line in run.stdout)
             run.send_signal(signal.SIGHUP)
-            if first:
+            if ignored:
                 run.send_signal(signal.SIGTERM)
-            said = run.stdout.read()
-            assert ("SIGHUP received" in said) == (not first)
             assert run.wait(60) == 143
+            assert ("SIGHUP received" in run.stdout.read()) == (not ignored)
+        finally:
+            run.terminate()
 
 
 FULL = LOOP.replace(
