@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import REPOSITORY
 
 ELASTICRT = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2"]
@@ -16,7 +18,7 @@ ELASTICRT = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2"]
 def _run(example: str, *arguments: str, cwd: Path) -> str:
     command = [*ELASTICRT, str(REPOSITORY / "examples" / example), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
@@ -47,6 +49,7 @@ def test_prepare_data(tmp_path: Path) -> None:
     assert output.count("sees 2 files") == 2
 
 
+@pytest.mark.slow
 def test_char_gpt(tmp_path: Path) -> None:
     """char_gpt.py trains on two processes, saves, and writes some text."""
     output = _run("char_gpt.py", "--steps", "6", cwd=tmp_path)

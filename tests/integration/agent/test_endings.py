@@ -173,6 +173,7 @@ def test_other_options_are_refused_with_the_difference(tmp_path: Path, etcd: Etc
         assert first.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_an_outage_of_etcd_restarts_nobody(tmp_path: Path, etcd: EtcdServer) -> None:
     """E04, L7: etcd is stopped and comes back after more than a lease term: the workers run on throughout."""
     with Run(tmp_path, "--nnodes", "2", "--lease-ttl", "2", "--etcd", str(etcd.address)) as run:
