@@ -320,6 +320,11 @@ class Story:
         return Stand(since, course.blamed, self.counts)
 
     @property
+    def succeeded(self) -> bool:
+        """Whether the run has ended well."""
+        return self.result is not None and self.result.status == "succeeded"
+
+    @property
     def counts(self) -> bool:
         """Whether steps are counted over the whole run, as far as is known: the script has a Loop.
 
@@ -327,8 +332,7 @@ class Story:
         """
         if self.first_step_at is not None or self.checkpoints:
             return True
-        over = self.result is not None and self.result.status == "succeeded"
-        return not over and all(chapter.stepped_at is None for chapter in self.chapters)
+        return not self.succeeded and all(chapter.stepped_at is None for chapter in self.chapters)
 
     def away_since(self) -> float | None:
         """Since when etcd has not answered a node that lives; None: all get answers, as far as is known."""

@@ -106,8 +106,7 @@ def changes(story: Story) -> str:
     trained = [chapter for chapter in story.chapters if not chapter.waits]
     known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    succeeded = story.result is not None and story.result.status == "succeeded"
-    if not (succeeded or story.alive()) and story.newest > story.checkpoint:
+    if not (story.succeeded or story.alive()) and story.newest > story.checkpoint:
         again = f"{again if lost else ''}; {counted(story.newest - story.checkpoint, 'step')} not saved"
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""

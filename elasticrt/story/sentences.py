@@ -140,7 +140,7 @@ def to_go_on(story: Story) -> str:
 
     A checkpoint that can't be used can't be used again: that failure's own text has the remedy.
     """
-    if story.result is not None and (story.result.status == "succeeded" or story.result.code == EXIT_CHECKPOINT):
+    if story.succeeded or (story.result is not None and story.result.code == EXIT_CHECKPOINT):
         return ""
     return how_to_go_on(story.run_id, f"step {story.checkpoint:,} is saved" if story.checkpoint else "")
 

@@ -203,7 +203,8 @@ def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.T
         assert cluster.ended() == {"n0": 0, "n1": 0, "n2": 5}, cluster.story()
         said = newcomer.text().rpartition("elasticrt: error: ")[2]
         assert "samples=480 in the checkpoint; expected samples=456" in said
-        assert "Start this node again with the run's script and arguments, " in said
+        assert said.endswith("(an optimizer all of its parameter groups) before they are given to Loop\n")
+        assert "Start this node again with the run's script and arguments, whose objects" in said
         causes = {each["number"]: each["cause"] for each in cluster.events("generation")}
         assert causes[3] == "n2 left: its script is not the run's"
         found = Run(tmp_path, cluster, [], epochs)

@@ -208,8 +208,9 @@ class Conduct:
             if member is not None and member[0].incarnation == seat.incarnation:
                 me = self.sim.processes[seat.node].me
                 ended = me is None or me.record.incarnation != seat.incarnation
-                warm = member[0].warm or (me is not None and me.record.warm)  # An older key may have come late,
-                warm = warm or (ended and seat.incarnation in self.warmed)  # also one of a life that has ended since.
+                # An older key may have come late, also one of a life that has ended since.
+                warm = member[0].warm or (me is not None and me.record.warm)
+                warm = warm or (ended and seat.incarnation in self.warmed)
                 require(warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
         if self.writer is not None and not self.sim.plan.rates.late:
             self._l9_in_place(new, seats)

@@ -285,9 +285,8 @@ class Simulator:
             # One that was alone in its generation when it lost etcd does not know who has gone on without it.
             known = process.agent.member.view.generation
             alone = known is not None and known.record.nodes == 1 and self.unreachable(process)
-            if (
-                self.wiped_at is not None or alone
-            ):  # Then what counts is what it has committed, and heard the answer to.
+            # Then what counts is what it has committed, and heard the answer to.
+            if self.wiped_at is not None or alone:
                 saved = process.agent.saved.reached if process.agent.saved is not None else 0
             allowed = allowed or process.group.furthest() > saved
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
