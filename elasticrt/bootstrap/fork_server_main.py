@@ -22,8 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from elasticrt.bootstrap import child_process, process_sessions, shutdown
+from elasticrt.bootstrap import child_process, shutdown
 from elasticrt.bootstrap.child_process import Job
+from elasticrt.ipc import process_sessions
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
 from elasticrt.ipc.status_page import STACKS_SIGNAL

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
 from elasticrt import torch_versions
-from elasticrt.bootstrap import process_sessions
+from elasticrt.ipc import process_sessions
 from elasticrt.ipc.proc import sockets_of
 
 _LAZY = (

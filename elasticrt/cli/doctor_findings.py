@@ -63,17 +63,17 @@ def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own
     `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login.
     """
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
-    troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 3)
+    troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
     times = "" if troubles else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     return _judged(
         f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)} used",
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
-        (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.2"),
+        (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),
         (server.used_bytes > 0.8 * quota, "warn", "; nearly full", "Compact and defragment it, or raise its quota"),
         (write_s > 0.1, "warn", "; slow", "Give it a disk that flushes within 10 ms, and a place near the nodes"),
-        (unsafe, "warn", "; this version can lose its last writes in a crash", "Use 3.5.3 or newer"),
+        (unsafe, "warn", "; this version can lose its last writes in a crash", "Use 3.5.5 or newer"),
         (open_to_all, "warn", "; whoever reaches it can change the runs", "Use TLS with client certificates"),
     )
 

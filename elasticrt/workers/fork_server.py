@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ from pathlib import Path
 from elasticrt import events
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import EventLog
+from elasticrt.ipc import process_sessions
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
-from elasticrt.ipc.proc import in_sessions, start_of
+from elasticrt.ipc.proc import start_of
 from elasticrt.ipc.time_bounds import PARENT_END_S
 
 log = logging.getLogger(__name__)
@@ -142,9 +142,11 @@ class WorkerParent:
             self._closing = True
             self._channel.close()
         # A killed parent takes its workers along, but not the processes that these have started.
-        for pid in in_sessions({pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}):
-            with contextlib.suppress(OSError):  # It has ended by itself.
-                os.kill(pid, signal.SIGKILL)
+        sessions = {pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}
+        deadline = time.monotonic() + PARENT_END_S
+        while process_sessions.members(sessions) and time.monotonic() < deadline:
+            process_sessions.kill_sessions(sessions)
+            time.sleep(0.01)
         self._ended.set()
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return ParentLost(f"the worker parent (pid {self.pid}) ended: {ended}; {reason}")

@@ -65,7 +65,7 @@ def test_operations_while_the_server_is_down(etcd: EtcdServer) -> None:
     with connected(etcd.address, timeout_s=0.5) as store:
         inbox = Inbox()
         store.watch("/", inbox, from_revision=put(store, "/a") + 1)
-        # etcd 3.5.1 acknowledges a write before it has saved it (etcd-io/etcd#14370). It answers a read only after that.
+        # etcd 3.5.1 acknowledges a write before it has saved it (etcd-io/etcd#14370), but answers a read only then.
         store.read("/a")
         etcd.kill()
         before = resource.getrusage(resource.RUSAGE_SELF)

@@ -103,10 +103,8 @@ def test_the_parent_is_closed(own, brood, until, is_alive):
     """The agent closes the channel: workers and their broods are gone then, and each end is told."""
     pids = brood(own)
     own.parent.close()
-    until(lambda: not any(map(is_alive, pids)), "all are gone")
-    result = own.finish()
-    assert result.codes == {0: -signal.SIGKILL}
-    assert not is_alive(own.parent.pid)
+    assert not any(map(is_alive, (*pids, own.parent.pid)))
+    assert own.finish().codes == {0: -signal.SIGKILL}
     with pytest.raises(ChannelClosed):
         own.parent.send(Signal(1, signal.SIGTERM, [0]))
 

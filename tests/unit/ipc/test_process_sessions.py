@@ -11,7 +11,8 @@ import threading
 
 import pytest
 
-from elasticrt.bootstrap import child_process, process_sessions
+from elasticrt.bootstrap import child_process
+from elasticrt.ipc import process_sessions
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 from elasticrt.ipc.proc import start_of
