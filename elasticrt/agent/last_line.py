@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
-from elasticrt.ipc.std_streams import held
+from elasticrt.ipc.std_streams import emit, held
 
 FLOOD_S = 0.05
 """Output that comes faster than this is printed without the line, which returns when it is drawn next."""
@@ -68,7 +68,6 @@ class LastLine:
 
     def _put(self, text: str) -> None:
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            emit(self._stream, text)
         except (OSError, ValueError):  # The terminal was closed. The next real output reports that.
             self._text = ""

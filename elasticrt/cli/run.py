@@ -14,6 +14,7 @@ from elasticrt.cli.options import add_command, check_refused, complete_files, de
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.std_streams import hurry
 from elasticrt.option_values import options_of
 from elasticrt.run_options import RunOptions
 
@@ -101,4 +102,5 @@ def main(arguments: argparse.Namespace) -> int:
     )
     from elasticrt.agent.agent import Agent
 
+    hurry()
     return Agent(settings, spec).run()

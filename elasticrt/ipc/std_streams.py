@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import stat as modes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
@@ -62,6 +63,57 @@ def turn(fd: int, text: bytes, owner: object = None) -> Iterator[tuple[bool, byt
             _unfinished[place] = owner, text.endswith(b"\r")
 
 
+READER_S_MAX = 1.0
+"""How long `put` waits for a reader that reads nothing, once: a terminal that is stopped (Ctrl-S), or a pager."""
+
+_ways: dict[int, int] = {}
+"""Descriptors for which `write` does as `put`, and what is written to instead: the same file, not blocking."""
+
+_unread: dict[int, int] = {}
+"""How many lines were dropped, by the descriptor whose reader has read nothing since."""
+
+
+def hurry(fds: Collection[int] = (1, 2)) -> None:
+    """From now on do not wait for the readers of `fds`: the training waits for this process."""
+    for fd in fds:
+        _ways[fd] = fd
+        with contextlib.suppress(OSError):  # It is closed, or another user's terminal.
+            if modes.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
+                # Opened again, because a flag of the descriptor itself is shared with other processes.
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                _ways[fd] = os.open(f"/proc/self/fd/{fd}", flags)
+
+
+def put(fd: int, data: bytes) -> None:
+    """Write `data` to `fd`, but drop it while the reader reads nothing. What comes next tells of that. OSError."""
+    way, wait_s, note = _ways.get(fd, fd), READER_S_MAX, b""
+    if fd in _unread:
+        note = f"\n[elasticrt: {_unread[fd]} lines are missing here: nothing was read]\n".encode()
+        wait_s = 0.0
+    view = memoryview(note + data)
+    poll = select.poll()
+    poll.register(way, select.POLLOUT)
+    while view:
+        if not poll.poll(wait_s * 1000):
+            _unread[fd] = _unread.get(fd, 0) + max(1, data.count(b"\n"))
+            return
+        # What has room takes this much without blocking. Else another process has taken the room meanwhile.
+        with contextlib.suppress(BlockingIOError):
+            view = view[os.write(way, view[: select.PIPE_BUF]) :]
+            _unread.pop(fd, None)
+            wait_s = READER_S_MAX
+
+
+def emit(stream: TextIO, text: str) -> None:
+    """Write `text` to `stream` and flush; after `hurry` as `put` does. Raises OSError, ValueError."""
+    fd = _fd(stream)
+    if fd in _ways:
+        put(fd, text.encode(stream.encoding, stream.errors or "strict"))
+    else:
+        stream.write(text)
+        stream.flush()
+
+
 _without_reader: set[int] = set()
 """Descriptors whose output is dropped, because their reader has ended."""
 
@@ -80,25 +132,21 @@ def write(stream: TextIO | None, text: str) -> bool:
         return False
     try:
         with _turn_of(stream, text) as end:
-            stream.write(end + text)
-            stream.flush()
+            emit(stream, end + text)
     except BrokenPipeError:
         # All later output is dropped, and what is still buffered, which Python flushes at its end.
         _without_reader.add(stream.fileno())
-        point_to_null(stream.fileno())
+        _drop_all(stream.fileno())
         return False
     except OSError as error:
-        point_to_null(stream.fileno())
+        _drop_all(stream.fileno())
         raise Unwritable(error.errno, error.strerror) from error
     return True
 
 
 def has_reader(stream: TextIO | None) -> bool:
     """Whether somebody may still read what is written: false for a pipe whose other end is closed."""
-    try:
-        fd = stream.fileno() if stream is not None else -1
-    except ValueError:  # It has none, or is closed.
-        fd = -1
+    fd = _fd(stream)
     if fd < 0:
         return True
     poll = select.poll()
@@ -108,13 +156,27 @@ def has_reader(stream: TextIO | None) -> bool:
 
 @contextmanager
 def _turn_of(stream: TextIO, text: str) -> Iterator[str]:
-    try:
-        fd = stream.fileno()
-    except ValueError:  # It has none, or is closed.
+    fd = _fd(stream)
+    if fd < 0:
         yield ""
         return
     with turn(fd, text[-1:].encode()) as (_, end):
         yield end.decode()
+
+
+def _fd(stream: TextIO | None) -> int:
+    """The descriptor of a stream; -1 if it has none, or is closed."""
+    try:
+        return stream.fileno() if stream is not None else -1
+    except ValueError:
+        return -1
+
+
+def _drop_all(fd: int) -> None:
+    way = _ways.pop(fd, fd)
+    if way != fd:
+        os.close(way)
+    point_to_null(fd)
 
 
 def tell(text: str) -> None:

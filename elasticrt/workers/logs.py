@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import select
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +28,9 @@ TAIL_MAX_BYTES = 16 * 1024
 # A longer line is passed on in pieces, between which other workers' output may come.
 LINE_MAX_BYTES = 64 * 1024
 
-_CONSOLE_WAIT_S = 10.0
-
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
-    """A file of a worker below the run's `directory`, by `kind`: "out" and "err" (its logs), "error.json", "stacks"."""
+    """A file of a worker below the run's `directory`, by `kind`: "out" and "err" (its logs), "stacks", ..."""
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
@@ -72,22 +69,10 @@ class WorkerConsole:
                 # What another writer has ended in between is written again, so that the line is whole.
                 text = text[line.shown :] if goes_on else text
                 lines = text.splitlines(keepends=True) if prefix else [text]
-                self._write(self._fds[stream], end + (b"" if goes_on else prefix) + prefix.join(lines))
+                std_streams.put(self._fds[stream], end + (b"" if goes_on else prefix) + prefix.join(lines))
         except OSError as error:
             del self._fds[stream]
             _LOG.warning("the console cannot be written any more (std%s: %s); workers go on", stream, error)
-
-    @staticmethod
-    def _write(fd: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(fd, view) :]
-            except BlockingIOError:
-                # Another process that shares this terminal has made it non-blocking. Wait for its reader, but not for
-                # ever.
-                if not select.select([], [fd], [], _CONSOLE_WAIT_S)[1]:
-                    return
 
 
 class _File:
