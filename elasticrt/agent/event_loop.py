@@ -196,11 +196,9 @@ class EventLoop:
     def _do(self, decision: Decision) -> float | None:
         """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""
         try:
-            until = self._carry_out(decision)
+            return self._carry_out(decision)
         except (StoreUnavailable, LeaseLost, StoreFull) as error:
             return self.member.failed(error, self._clock.monotonic())
-        self.member.outage.not_full()
-        return until
 
     def _carry_out(self, decision: Decision) -> float | None:
         member, side = self.member, self._side
@@ -224,6 +222,7 @@ class EventLoop:
             case _:
                 before = member.view
                 done = self.driver.run(member.carry_out(decision))
+                member.outage.not_full()  # Something was written. Other decisions write nothing.
                 if isinstance(decision, Publish) and done:
                     side.published(decision, before)
                 if isinstance(decision, Register) and not done:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -119,14 +120,13 @@ class Holding:
         """
         before: tuple[Owner | None, int] | None = None
         while True:
-            now_ns = self._write_draft()
-            found, touched_ns = self._read()
-            runs = found is not None and start_of(found.pid) == found.started > 0
-            verdict = judge(found, self._owner, runs=runs, age_s=(now_ns - touched_ns) / 1e9)
-            if verdict in ("free", "ours"):
-                self._publish()
-                return None
-            self._draft.unlink(missing_ok=True)
+            with self._drafted() as now_ns:
+                found, touched_ns = self._read()
+                runs = found is not None and start_of(found.pid) == found.started > 0
+                verdict = judge(found, self._owner, runs=runs, age_s=(now_ns - touched_ns) / 1e9)
+                if verdict in ("free", "ours"):
+                    self._publish()
+                    return None
             record = (found, touched_ns)
             if verdict == "taken" or before not in (None, record):  # It was touched meanwhile.
                 return found
@@ -138,8 +138,8 @@ class Holding:
         try:
             found, _ = self._read()
             if found is None:
-                self._write_draft()
-                self._publish()
+                with self._drafted():
+                    self._publish()
         except OSError:
             return None  # The next checkpoint cannot be written either, and that is reported.
         return None if judge(found, self._owner, runs=True, age_s=0.0) in ("free", "ours") else found
@@ -153,20 +153,20 @@ class Holding:
             if self._is_mine():
                 self._path.unlink()
 
-    def _write_draft(self) -> int:
-        """Write the record to a file of its own. Returns the time by the directory's clock, in nanoseconds."""
+    @contextlib.contextmanager
+    def _drafted(self) -> Iterator[int]:
+        """A context in which the record is there as a file of its own. Yields the directory's time, in nanoseconds."""
         fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             text = json.dumps(asdict(self._owner)).encode()
             if os.write(fd, text) < len(text):  # A part of a record would keep nobody out.
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301  As the next write would.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # As the next write would.
             os.utime(fd)
-            return os.fstat(fd).st_mtime_ns
-        except OSError:  # The disk is full: leave no empty file.
-            self._draft.unlink()
-            raise
+            yield os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
+            with contextlib.suppress(OSError):
+                self._draft.unlink(missing_ok=True)
 
     def _publish(self) -> None:
         self._draft.replace(self._path)

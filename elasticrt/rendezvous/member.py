@@ -14,6 +14,7 @@ drivers. They differ in whose workers there are.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -333,7 +334,7 @@ class Member:
         """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
         _, now = yield Pause(0.0)
         deadline = now + how.timeout_s
-        name, tries = self.me.record.node, 1
+        name, tries, gone_at = self.me.record.node, 1, math.inf
         while now < deadline:
             answer = yield from ride_out(lambda: self._enter_once(again=how.again), how.etcd_wait_s, self._note)
             if isinstance(answer, Entered | Result):
@@ -346,8 +347,12 @@ class Member:
             if said == "dead":
                 evict = functools.partial(registration.evict, self.replica, answer, other)
                 yield from ride_out(evict, how.etcd_wait_s, self._note)
-            elif how.named:
+            elif how.named and (said == "alive" or now > gone_at):
                 raise DuplicateError(_same_name(other))
+            elif how.named:
+                # Nobody answers, as after a power loss. Only a live agent keeps its key for longer than its lease.
+                gone_at = min(gone_at, now + 2 * self.me.spec.lease_ttl_s)
+                yield Pause(LOOK_AGAIN_S)
             else:
                 tries += 1
                 self._change(node=f"{name}-{tries}")

@@ -118,6 +118,7 @@ class Connections:
         self._closed = threading.Event()
         self._endpoints: list[Endpoint | None] = [None] * len(addresses)
         self._current = 0
+        self.reached = False  # Whether an operation has had an answer.
 
     def current(self) -> Endpoint:
         """The endpoint in use. Raises StoreUnavailable after `close`, ConfigError when a credentials file is bad."""
@@ -200,14 +201,24 @@ class _Operation:
         # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
         if self._repeatable and len(self._connections.names) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections.names)))
-        endpoint = self._connections.current()
+        until = time.monotonic() + timeout_s  # Of the login and the request together.
+        try:
+            endpoint = self._connections.current()
+        except ConfigError as error:
+            if not self._connections.reached:
+                raise
+            self._last_failure = str(error)  # The files are just being replaced.
+            raise _AgainError(self._last_failure) from error
         metadata, sent = endpoint.metadata, False
         try:
             endpoint.log_in(timeout_s)
             metadata, sent = endpoint.metadata, True
-            return method(endpoint)(request, timeout=timeout_s, metadata=metadata)
+            timeout_s = max(0.0, until - time.monotonic())
+            answer = method(endpoint)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise self._meaning(endpoint, metadata, error, sent=sent) from error
+        self._connections.reached = True
+        return answer
 
     def _meaning(
         self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
@@ -230,8 +241,10 @@ class _Operation:
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
                 self._connections.failed(endpoint, redial=True)
-                if len(self._untrusted) < len(self._connections.names):
-                    return _AgainError(f"{cause(details)} at {where}")
+                self._last_failure = f"{cause(details)} at {where}"
+                # A certificate that has expired, ours or the server's, is renewed while the training goes on.
+                if self._connections.reached or len(self._untrusted) < len(self._connections.names):
+                    return _AgainError(self._last_failure)
                 what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
                 remedy = "Check host and port; an etcd with TLS needs https://"
                 if endpoint.address.scheme == "https":

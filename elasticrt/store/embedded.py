@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -30,7 +31,8 @@ from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
 from elasticrt.store.protocol import Address
 
 START_S_MAX = 40.0
-"""A keeper that has not answered by then is given up."""
+"""A keeper that has not answered by then is killed."""
+KILLED_S_MAX = 1.0
 
 LOCK_S_MAX = 60.0
 """Longer than any start or stop of a server takes."""
@@ -82,11 +84,13 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
                 _living(path)
             _start(run_id, record, lock_fd, listen, linger_s)
         served = _living(record)
-        if served is None:
-            raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
-        # The keeper waits for the agent that has found its server: it compares this time before it ends.
-        os.utime(record)
-        return served
+        # The keeper waits for the agent that has found its server: it compares this time before it ends. Where etcd has
+        # ended by itself it removes its record meanwhile.
+        with suppress(FileNotFoundError):
+            os.utime(record)
+            if served is not None:
+                return served
+        raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
 
 
 def read_record(path: Path) -> Served | None:
@@ -161,7 +165,7 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
         "lock_fd": lock_fd,
     }
     try:
-        with subprocess.Popen(
+        keeper = subprocess.Popen(
             [sys.executable, "-m", "elasticrt.store.embedded_supervisor", json.dumps(order)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -170,23 +174,35 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             env=_environment(),
             pass_fds=(lock_fd,),
             start_new_session=True,
-        ) as keeper:
-            # This process will talk to the server: load the client while it starts.
-            import elasticrt.store.etcd  # noqa: F401
+        )
+        # This process will talk to the server: load the client while it starts.
+        import elasticrt.store.etcd  # noqa: F401
 
-            text = b""
-            with suppress(subprocess.TimeoutExpired):
-                text, _ = keeper.communicate(timeout=START_S_MAX)
+        text = _said(keeper)
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
         raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
     if not text:
-        what = "the keeper of the embedded etcd died while it started"
+        what = "the keeper of the embedded etcd died or hung while it started"
         raise StoreError(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
     # The keeper has said "" if its server is there, else why it is not.
     if error := json.loads(text):
         raise StoreError(error)
+
+
+def _said(keeper: subprocess.Popen[bytes]) -> bytes:
+    """What a keeper says when its server is there, or cannot be. One that says nothing in time is killed."""
+    try:
+        text, _ = keeper.communicate(timeout=START_S_MAX)
+    except subprocess.TimeoutExpired:
+        # It holds the lock of all of this user's runs, or its fork does, which is in its process group.
+        with suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            keeper.communicate(timeout=KILLED_S_MAX)
+        return b""
+    return text
 
 
 def _environment() -> dict[str, str]:

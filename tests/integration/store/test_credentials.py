@@ -268,6 +268,34 @@ def test_certificates_are_renewed(certificates: Path, encrypted: Address, connec
     assert store.read("/").revision > 0
 
 
+def test_a_certificate_that_has_expired_meanwhile(certificates: Path, tmp_path: Path) -> None:
+    """Once etcd has answered, one that cannot be trusted is away: it is waited for until its certificate, or ours, is
+    renewed, and files that are just being replaced are looked for again (E10)."""
+    for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key"):
+        shutil.copy(certificates / name, tmp_path)
+    options = ("--cert-file", f"{tmp_path}/server.pem", "--key-file", f"{tmp_path}/server.key")
+    with EtcdServer(wheel_binary(), tmp_path / "etcd", scheme="https", options=options) as server:
+        store = EtcdStore((server.address,), files(tmp_path, "ca", "client"), timeout_s=0.5)
+        try:
+            assert store.read("/").revision > 0
+            server.stop()
+            for kind in ("pem", "key"):
+                shutil.copy(certificates / f"foreign.{kind}", tmp_path / f"server.{kind}")
+            server.restart()
+            with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                store.read("/")
+            (tmp_path / "client.pem").unlink()
+            with pytest.raises(StoreUnavailable, match=r"client\.pem"):
+                store.read("/")
+            server.stop()
+            for name in ("client.pem", "server.pem", "server.key"):
+                shutil.copy(certificates / name, tmp_path)
+            server.restart()
+            assert store.read("/").revision > 0
+        finally:
+            store.close()
+
+
 def test_plain_text_to_tls(encrypted: Address, connect: Connect) -> None:
     """A client without TLS at a port with TLS is told what to write."""
     store = EtcdStore((Address("http", encrypted.host, encrypted.port),), timeout_s=0.5)

@@ -104,6 +104,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mine.release()
 
 
+def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    """F13: nothing is left there by one who cannot tell whether it is the owner, however often it asks."""
+    (tmp_path / NAME).mkdir()
+    for token in ("t1", "t2"):
+        with pytest.raises(OSError, match=r"directory|Invalid"):
+            Holding(tmp_path, replace(ME, token=token)).take()
+    assert [each.name for each in tmp_path.iterdir()] == [NAME]
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[" * 4000, '{"run": 3}', "null", "\xff"])
 def test_what_is_no_record_is_nobody_s(tmp_path: Path, text: str) -> None:
     """Damaged or planted, it does not keep anybody out, and a deleted one is written again."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.errors import EXIT_STORE, StoreError
+from elasticrt.errors import EXIT_STORE, DuplicateError, StoreError
 from elasticrt.rendezvous.decision import File, Halt, Me, Wait
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Keys, Report, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.requests import Conversation, Grant, Pause, Read, Transact
+from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Pause, Read, Transact
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
+from elasticrt.store.protocol import KeyValue, Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
@@ -52,6 +52,35 @@ def test_a_registration_that_fails_is_tried_again(lost: StoreError) -> None:
         answer = Lease(6 + grants, 5.0) if isinstance(request, Grant) else EMPTY
         request = coming.send((TxnResult(False, 1) if isinstance(request, Transact) else answer, 10.0))
     assert grants == 1 + isinstance(lost, LeaseLost)
+
+
+@pytest.mark.parametrize(
+    ("said", "waits"), [(["alive"], 0), (["silent", "alive"], 1), (["silent"] * 12, 11), (["silent", "dead"], 1)]
+)
+def test_an_agent_of_the_same_name(said: list[str], waits: int) -> None:
+    """S02: a live one keeps the name. A silent one, as after a power loss, is waited for until its lease is over."""
+    other = MemberRecord(node="n0", incarnation="c" * 16, address="10.0.0.9", pid=7, workers=1, probe_port=1, port=2)
+    key = KeyValue(Keys("run").member("n0"), other.encode(), 3, 3, 9)
+    coming, answers, now, waited = _member([]).join(HOW), iter(said), 10.0, 0
+    request = next(coming)
+    try:
+        while not isinstance(request, Transact):
+            answer: object = None
+            if isinstance(request, Grant):
+                answer = Lease(7, 5.0)
+            elif isinstance(request, AskOwner):
+                answer, now = next(answers), now + 1.0
+            elif isinstance(request, Read):
+                answer = RangeRead((key,) if key.key.startswith(request.range) else (), 4, "store")
+            elif request != Pause(0.0):
+                waited += 1
+            request = coming.send((answer, now))
+    except DuplicateError as error:
+        assert "pid 7 at 10.0.0.9" in str(error)
+        assert said[-1] != "dead"
+    else:
+        assert said[-1] == "dead"
+    assert waited == waits
 
 
 def test_a_newcomer_ends_when_etcd_has_not_answered_for_long_enough() -> None:
