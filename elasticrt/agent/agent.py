@@ -111,7 +111,8 @@ class Agent(Side):
         self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
         self.saved: Commit | None = None  # The newest checkpoint that this node has committed.
         self.last_signal = signal.SIGTERM
-        self._signals = 0
+        # Signals so far: the one is written by their handler, the other by what it interrupts.
+        self._signals = self._heeded = 0
         self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
@@ -143,11 +144,15 @@ class Agent(Side):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
 
+    def tell_to_leave(self, number: int) -> None:
+        """Queue a signal."""
+        self.queue.put(signal.Signals(number))
+        self._signals += 1
+
     def _told(self, number: int, _frame: object) -> None:
         """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
-        self.queue.put(signal.Signals(number))
+        self.tell_to_leave(number)
         self.node.told_to_leave()  # At once: the loop may be waiting for etcd.
-        self._signals += 1
         # The user may have given SIGALRM the meaning of another signal by --signals. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
@@ -161,7 +166,9 @@ class Agent(Side):
 
     def work(self) -> int:
         """Join, take part, end; the exit code."""
-        self.membership = Membership(self.settings, self.queue, self.edges)
+        self.membership = Membership(
+            self.settings, self.queue, self.edges, told_to_leave=lambda: self._signals > self._heeded
+        )
         try:
             return self._end(self.loop.take_part()) if self._join() else EXIT_OK
         finally:
@@ -290,6 +297,7 @@ class Agent(Side):
         """See `Side`."""
         match event:
             case signal.Signals():
+                self._heeded += 1
                 self._signalled(event)
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._ask_store(event)
@@ -420,7 +428,7 @@ class Agent(Side):
                 node=me.record.node,
                 incarnation=me.record.incarnation,
                 lease=member.lease_id,
-                answer=lambda reply: self.node.group.reply(said.local_rank, reply, said.generation),
+                answer=said.answer,
             )
         )
 

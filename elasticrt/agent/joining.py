@@ -28,7 +28,7 @@ class JoiningWorkers:
         self.ending: set[int] = set()
         self.at: float | None = None
         self.beside: tuple[Generation, int] | None = None
-        self._tries = 0
+        self._wait_s = JOIN_AGAIN_S
 
     def attend(self, generation: Generation, index: int) -> None:
         """Set up beside `generation` from now on, in which this node has `index`."""
@@ -49,7 +49,7 @@ class JoiningWorkers:
 
     def trained(self) -> None:
         """A worker has made its first step in its seat."""
-        self._tries = 0
+        self._wait_s = JOIN_AGAIN_S
 
     def ended(self, local_rank: int, now: float) -> float | None:
         """The process of `local_rank` has ended at `now`. Returns the seconds to the next try, None for no try."""
@@ -60,11 +60,11 @@ class JoiningWorkers:
         return self.failed(now)
 
     def failed(self, now: float) -> float:
-        """A worker has failed at `now` before its first step. Returns the seconds to the next try."""
-        wait_s = min(JOIN_AGAIN_S * 2.0**self._tries, JOIN_AGAIN_S_MAX)
-        self._tries += 1
-        self.at = now + wait_s
-        return wait_s
+        """A worker has failed at `now` before its first step. Returns the seconds to the next try, of all that have."""
+        if self.at is None:
+            self.at = now + self._wait_s
+            self._wait_s = min(2 * self._wait_s, JOIN_AGAIN_S_MAX)
+        return max(0.0, self.at - now)
 
     def give_up(self, local_ranks: Collection[int]) -> None:
         """The processes of these local ranks, setting up or seated, are being ended."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
-import signal
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Membership:
         settings: the agent's.
         events: the queue of its loop.
         edges: how etcd is found and reached.
+        told_to_leave: whether a signal waits in the queue, so that waiting for etcd is pointless.
 
     Attributes:
         meeting: the open store.
@@ -46,18 +47,26 @@ class Membership:
     driver: StoreDriver
     proxy: StoreProxy
 
-    def __init__(self, settings: Settings, events: queue.SimpleQueue[Any], edges: Edges) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        events: queue.SimpleQueue[Any],
+        edges: Edges,
+        *,
+        told_to_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._edges = edges
         self._settings = settings
         self._queue = events
-        self.meeting: Meeting = edges.meet(settings, self.told_to_leave)
+        self._told_to_leave = told_to_leave
+        self.meeting: Meeting = edges.meet(settings, told_to_leave)
 
     def open(self, member: Member) -> Result | None:
         """Let the member join. Returns a Result if the run has succeeded before. Raises DuplicateError, StoreError."""
         settings, edges, store, put = self._settings, self._edges, self.meeting.store, self._queue.put
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
-            store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self.told_to_leave
+            store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self._told_to_leave
         )
         self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put))
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
@@ -89,7 +98,7 @@ class Membership:
     def open_fresh(self, member: Member) -> None:
         """Join again with a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
         self.close()
-        self.meeting = self._edges.meet(self._settings, self.told_to_leave)
+        self.meeting = self._edges.meet(self._settings, self._told_to_leave)
         member.begin_anew()
         self.open(member)
 
@@ -111,15 +120,6 @@ class Membership:
         if hasattr(self, "session"):
             self.session.close(revoke=True, timeout_s=CLOSE_S)
         self.meeting.store.close()
-
-    def told_to_leave(self) -> bool:
-        """Whether a signal is among the queued events; all of them are put back."""
-        seen = []
-        while not self._queue.empty():
-            seen.append(self._queue.get_nowait())
-        for event in seen:
-            self._queue.put(event)
-        return any(isinstance(event, signal.Signals) for event in seen)
 
 
 def _too_late(run_id: str, timeout_s: float) -> StoreError:

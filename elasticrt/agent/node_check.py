@@ -22,6 +22,8 @@ COOL_DOWN_S = 10.0
 """From a failure to the first check: a driver takes some seconds to reset a GPU. Doubled with each failed check."""
 COOL_DOWN_S_MAX = 600.0
 CHECK_S_MAX = 120.0
+KILLED_S_MAX = 0.1
+"""How long a command that was killed is waited for. The agent answers nobody meanwhile."""
 LOOK_S, GLANCE_S = 0.2, 0.002
 """How often the running command is polled, and for how long each time."""
 
@@ -90,7 +92,8 @@ class NodeCheck:
         if self._asking is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._asking.pid, signal.SIGKILL)
-            self._asking.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # It hangs in the driver, and even SIGKILL waits.
+                self._asking.wait(KILLED_S_MAX)
             assert self._asking.stdout is not None
             self._asking.stdout.close()
         self._asking = None

@@ -92,10 +92,12 @@ class StoreRequests:
         self._keys = keys
         self._committed = committed
         self._holdings: dict[str, Holding] = {}
+        self._released = False
 
     def release(self) -> None:
-        """Release the checkpoint directories."""
-        for holding in self._holdings.values():
+        """Release the checkpoint directories, and all that a request under way in another thread may take yet."""
+        self._released = True
+        for holding in list(self._holdings.values()):
             holding.release()
 
     def carry_out(self, asked: StoreRequest) -> Reply:
@@ -178,6 +180,8 @@ class StoreRequests:
             if request.directory in self._holdings:
                 self._holdings[request.directory].release()
             self._holdings[request.directory] = holding
+            if self._released:
+                holding.release()
         value = found.get(key)
         head = None if value is None else decode(Commit, key, value.value)
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})

@@ -642,7 +642,7 @@ class Supervisor:
         elif event.fd >= 0:
             self._close_file(event.fd)
         if copied.request:
-            self.group.reply(event.local_rank, Reply(copied.request, ok=True), event.generation)
+            event.answer(Reply(copied.request, ok=True))
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
         """A living worker has handed over, or lost its group because another worker has ended."""

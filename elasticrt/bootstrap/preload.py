@@ -57,14 +57,14 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
     gc.disable()
     try:
         threads = _import_torch()
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  An OSError of a missing library, for example.
         return f"torch cannot be imported: {error}", 0
     if directory:  # As a script in it imports.
         sys.path.insert(0, directory)
     try:
         for name in modules:
             importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  A library that does not fit torch raises anything.
         return f"--preload {name}: {error}", threads
     finally:
         if directory:
@@ -150,6 +150,6 @@ def _import_torch() -> int:
 
 
 def _import_if_there(name: str) -> None:
-    # Not in every version or installation; a script that needs it gets the error where it imports it.
-    with contextlib.suppress(ImportError):
+    # Not in every version or installation, or broken; a script that needs it gets the error where it imports it.
+    with contextlib.suppress(Exception):
         importlib.import_module(name)

@@ -7,6 +7,7 @@ receiver owns them, and closes them.
 from __future__ import annotations
 
 import array
+import math
 import os
 import select
 import socket
@@ -66,14 +67,17 @@ class Channel:
         ChannelClosed at the end of the stream, ValueError for a malformed frame.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        poll = select.poll()  # `select.select` takes no descriptor from 1024 on.
+        poll.register(self._socket, select.POLLIN)
         while True:
             if self.pending():
                 body = bytes(self._buffer[_LENGTH.size :])
                 self._buffer.clear()
+                message = decode(body)  # If it fails, `close` closes the descriptors.
                 fds, self._fds = self._fds, []
-                return decode(body), fds
+                return message, fds
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._socket], [], [], wait_s)[0]:
+            if not poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
                 return None
             self._read_some()
 

@@ -75,9 +75,11 @@ class RequestServer:
         self._thread.wait_for(self._stop, CLOSE_S)
 
     def answer(self, client: Client, data: bytes) -> None:
-        """Send `data` to a client, if it is still there, and hang up. A fresh connection has room for short data."""
+        """Send `data` to a client, if it is still there, and hang up. Some 200 KB fit; the rest is not waited for."""
         if client in self._clients:
             with contextlib.suppress(OSError):  # The client is gone.
+                # The kernel keeps it until the client reads. Without this it has room for some 16 KB.
+                client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(data))
                 client.connection.send(data)
             self.hang_up(client)
 

@@ -354,7 +354,7 @@ class HangMonitor:
         elif self._idle_look_at is None or now >= self._idle_look_at:
             self._idle_look_at = now + LOOK_IDLE_S
             pids = group.pids(generation)
-            used_s = cpu_s(pids[rank] for rank in left)
+            used_s = cpu_s(pids[rank] for rank in left if rank in pids)
             before = self._idle or Idle(now, used_s, now)
             self._idle = before.looked(used_s, now, self._hang_s)
             over = self._idle.over and not before.over
@@ -371,8 +371,8 @@ class HangMonitor:
 
     def report(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
         """Report `stacks`. Returns the failure, if they are final. `ranks`: global ranks by local rank."""
-        if stacks.why == "stalled" and stacks.step != self._pace.step:
-            return None  # The steps go on again.
+        if (stacks.why == "stalled" and stacks.step != self._pace.step) or not stacks.lines:
+            return None  # The steps go on again, or the workers have ended meanwhile.
         node, generation = self._settings.node, stacks.generation
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand

@@ -18,7 +18,7 @@ from pathlib import Path
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.messages import Look, Release, Reply, Reseat, Signal, Start
+from elasticrt.ipc.messages import Look, Release, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
 from elasticrt.settings import Command, LogOptions
@@ -32,10 +32,7 @@ EXIT_CANNOT_START = 126
 
 
 class WorkerGroup:
-    """All workers of this node. Used by the agent's thread; `reply` may be called from any.
-
-    `sink` gets events, on the thread that reads.
-    """
+    """All workers of this node. Used by the agent's thread. `sink` gets events, on the thread that reads."""
 
     def __init__(
         self,
@@ -117,7 +114,6 @@ class WorkerGroup:
                 worker = self._worker(local_rank, generation)
                 if worker is None or worker.gone or worker.ended:
                     return False
-                worker.left.add(generation)
                 worker.env = replace(env, error_file=worker.env.error_file)
                 page = worker.page
                 page.stop = page.go = page.save = 0
@@ -154,16 +150,6 @@ class WorkerGroup:
         """Let workers of `generation` end that linger because they hold its store, or wait for another seat."""
         for worker in self._of(generation):
             worker.tell(Release())
-
-    def reply(self, local_rank: int, message: Reply, generation: int) -> None:
-        """Send `message` to the worker that asked as `local_rank` of `generation`. Does nothing if it has ended.
-
-        It may be in another generation since.
-        """
-        moved = (each for each in self._workers if each.env.local_rank == local_rank and generation in each.left)
-        worker = self._worker(local_rank, generation) or next(moved, None)
-        if worker is not None:
-            worker.tell(message)
 
     def page(self, local_rank: int, generation: int) -> StatusPage:
         """The status page of the worker with `local_rank` in `generation`. Raises KeyError without such a worker."""
@@ -206,7 +192,7 @@ class WorkerGroup:
         theirs.enter_context(other_end)
         page_fd = StatusPage.create()
         theirs.callback(os.close, page_fd)
-        env = _with_error_file(env)
+        env = _with_error_file(env, self._starts)
         start = Start(
             generation=self._starts,
             local_rank=env.local_rank,
@@ -245,11 +231,15 @@ class WorkerGroup:
         return next((each for each in found if not each.gone), found[0] if found else None)
 
 
-def _with_error_file(env: WorkerEnv) -> WorkerEnv:
-    """The same worker with the path of its error file, where there is no file yet; "" if none can be made."""
+def _with_error_file(env: WorkerEnv, start: int) -> WorkerEnv:
+    """The same worker with the path of its error file, where there is no file yet; "" if none can be made.
+
+    A worker keeps its file in its later seats, and one that sets up beside the training may get the rank that it had
+    there. So the file has the number of its `start`.
+    """
     if not env.run_dir:
         return env
-    path = file_of(env.run_dir, env.generation, env.rank, env.node, "error.json")
+    path = file_of(env.run_dir, env.generation, env.rank, env.node, f"start-{start}.error.json")
     try:
         make_directory(path.parent)
         path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from elasticrt.ipc.cgroups import memory_groups, text_of
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Warm
+from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Reply, Started, Warm
 from elasticrt.ipc.proc import gpus, stat
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
@@ -53,12 +53,17 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerSaid:
-    """The worker sent a message. `fd`: the descriptor that came with it, which the receiver owns; -1: none."""
+    """The worker sent a message.
+
+    `answer` tells that process something, whatever seat it has by then, and does nothing if it has ended. `fd`: the
+    descriptor that came with the message, which the receiver owns; -1: none.
+    """
 
     generation: int
     rank: int
     local_rank: int
     message: FromWorker
+    answer: Callable[[Reply], None]
     fd: int = -1
 
 
@@ -108,14 +113,12 @@ class WorkerState:
     """One worker, as the group and its thread share it."""
 
     start: int  # The number of the start that it was a part of, as its parent knows it.
-    # `env`: its ranks in its present generation; `left`: the generations that it was in before.
-    env: WorkerEnv
+    env: WorkerEnv  # Its ranks in its present generation.
     output: Output
     channel: Channel
     page: StatusPage
     pipes: dict[str, int]
     oom_kills: int = 0  # The count of processes killed for memory when it was started.
-    left: set[int] = field(default_factory=set)
     pid: int = 0  # 0 until it has been started.
     # `ended`: its `WorkerEnded` was sent; `gone`: its process has ended; `stopping`: the agent has told it to.
     ended: bool = False
@@ -274,7 +277,7 @@ class WorkerIO:
         if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         env = worker.env
-        self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
+        self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, worker.tell, fd))
         if isinstance(message, Done):
             self._ended(worker, message.code)
             if worker.stopping:  # The group is being ended, so that its store is not needed any more.

@@ -63,7 +63,6 @@ class Worker:
         self.page = Words()
         self.incarnation = owner.process.agent.member.me.record.incarnation
         self.attempt = env.attempt
-        self.former: set[int] = set()  # Generations that it has lived through.
         self.alive, self.stopping, self.told, self.left = True, False, False, False
         self.seated = False
         self.trained: Trained = () if env.beside else self._beginning()
@@ -149,7 +148,7 @@ class Worker:
         self._after_all_that_was_said(self._heard, message)
 
     def _heard(self, message: Any) -> None:
-        self.emit(WorkerSaid(self.generation, self.env.rank, self.env.local_rank, message))
+        self.emit(WorkerSaid(self.generation, self.env.rank, self.env.local_rank, message, self.answer))
 
     def emit(self, event: Any) -> None:
         """Tell the agent at once, if it is still there."""
@@ -259,6 +258,11 @@ class Worker:
             self._has_set_up()
             return
         self.ask(lambda number: Claim(number, self._data(), "1"))
+
+    def answer(self, reply: Reply) -> None:
+        """Tell it something."""
+        if not self.told:
+            self.later(0.0, self.answered, reply)
 
     def answered(self, reply: Reply) -> None:
         """What the agent says."""

@@ -124,7 +124,7 @@ class Process:
     def signal(self) -> None:
         """SIGTERM."""
         self.told_at = self.sim.engine.now
-        self.agent.queue.put(signal.SIGTERM)
+        self.agent.tell_to_leave(signal.SIGTERM)
 
 
 class VirtualAgent(Agent):

@@ -144,7 +144,7 @@ class Training:
                 page.finished(self.step, at_ns)
             if self.first:
                 said = Step(self.step, 0, at_ns, self.step - 1, True)
-                group.emit(WorkerSaid(self.generation, group.envs[0].rank, 0, said))
+                group.emit(WorkerSaid(self.generation, group.envs[0].rank, 0, said, group.answer))
         self.first = False
 
     def _may_go_on(self) -> bool:

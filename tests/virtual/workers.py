@@ -79,7 +79,7 @@ class Group:
         """Local rank 0 asks the agent for something."""
         self.requests += 1
         env = self.envs[0]
-        self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests)))
+        self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests), self.answer))
 
     def fail(
         self,
@@ -147,9 +147,10 @@ class Group:
         self.copier.finish()
         copied = Copied(step, 0, 1, self.copier.keep(step, trained))
         self.sim.say(self.process, f"  workers hand over after step {step}")
-        self.emit(WorkerSaid(self.generation, self.envs[0].rank, 0, copied, self.sim.port()))
+        self.emit(WorkerSaid(self.generation, self.envs[0].rank, 0, copied, self.answer, self.sim.port()))
         for env in self.envs:
-            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, Left(self.generation, step)))
+            left = Left(self.generation, step)
+            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, left, self.answer))
         self.sim.engine.after(self.sim.net.uniform(0.01, 0.5), self.end, "handed over")
 
     # Preparing data, then meeting the others.
@@ -158,6 +159,10 @@ class Group:
         """Ask for the data until somebody has built them."""
         if self.alive and not self.stopping:
             self.ask(lambda number: Claim(number, "data", "1"))
+
+    def answer(self, reply: Reply) -> None:
+        """Tell local rank 0 something."""
+        self.sim.engine.after(0.0, self.answered, reply)
 
     def answered(self, reply: Reply) -> None:
         """What the agent says."""
@@ -274,7 +279,6 @@ class VirtualGroup:
         worker = self._worker(local_rank, generation)
         if worker is None or worker.told:
             return False
-        worker.former.add(worker.env.generation)
         worker.env = env
         worker.page.stop = worker.page.go = worker.page.save = 0
         self._newest = env.generation
@@ -310,7 +314,7 @@ class VirtualGroup:
             return "the copy is not in this node's memory"
         if group.copy.digest not in self.process.sim.spoilt:
             return ""
-        told = WorkerSaid(group.generation, env.rank, 0, Damaged())
+        told = WorkerSaid(group.generation, env.rank, 0, Damaged(), group.answer)
         self.process.sim.engine.after(0.1, group.emit, told)
         return "the copy is damaged"
 
@@ -348,16 +352,6 @@ class VirtualGroup:
         """See `WorkerGroup`. Nobody lingers here."""
         for worker in self._of(generation):
             worker.later(0.005, worker.dismissed)
-
-    def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
-        """See `WorkerGroup`."""
-        moved = (each for each in self.workers if each.env.local_rank == local_rank and generation in each.former)
-        worker = self._worker(local_rank, generation) or next(moved, None)
-        if worker is not None and not worker.told:
-            worker.later(0.0, worker.answered, message)
-        group = self.groups.get(generation or 0)
-        if group is not None:
-            self.process.sim.engine.after(0.0, group.answered, message)
 
     def page(self, local_rank: int, generation: int | None = None) -> Any:
         """See `WorkerGroup`."""

@@ -84,7 +84,7 @@ def test_the_environment_is_the_same_on_all_nodes_and_after_a_restart(tmp_path: 
             assert env["ELASTICRT_NODE"] == ("n1", "n0")[rank // 2]
             assert env["sums"] == [4, 4]
             assert env["TORCHELASTIC_ERROR_FILE"].endswith(
-                f"generation-{generation}/rank-{rank}.n{1 - rank // 2}.error.json"
+                f"generation-{generation}/rank-{rank}.n{1 - rank // 2}.start-{generation}.error.json"
             )
         first = ranks[0]
         assert (first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"], first["GROUP_WORLD_SIZE"]) == ("4", "2", "2")
@@ -99,7 +99,7 @@ def test_the_environment_is_the_same_on_all_nodes_and_after_a_restart(tmp_path: 
     assert said[1][0]["MASTER_PORT"] != said[2][0]["MASTER_PORT"]
     logs = run.run_dir / "logs" / "generation-1"
     assert "ValueError: the tide is high" in (logs / "rank-3.n0.err").read_text()
-    message = json.loads((logs / "rank-3.n0.error.json").read_text())["message"]
+    message = json.loads((logs / "rank-3.n0.start-1.error.json").read_text())["message"]
     assert message["message"] == "ValueError: the tide is high"
     assert "raise ValueError" in message["extraInfo"]["py_callstack"]
 

@@ -252,7 +252,7 @@ def test_error_file(warm, tmp_path):
     *_, last, log = failure.text.splitlines()
     assert last == "  | ValueError: no such thing"
     assert log.endswith("rank-0.node-0.err")
-    path = tmp_path / "run" / "logs" / f"generation-{warm.generation}" / "rank-0.node-0.error.json"
+    (path,) = (tmp_path / "run" / "logs" / f"generation-{warm.generation}").glob("rank-0.node-0.*.error.json")
     fields = json.loads(path.read_text())["message"]
     assert fields["message"] == "ValueError: no such thing"
     assert "in f" in fields["extraInfo"]["py_callstack"]

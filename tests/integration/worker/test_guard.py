@@ -309,7 +309,7 @@ def test_the_channel_of_a_worker(warm, tmp_path):
     assert (claim.rank, claim.local_rank, claim.generation) == (0, 0, warm.generation)
     page = warm.group.page(0, warm.generation)
     assert (page.step, page.step_at_ns) == (11, 12345)
-    warm.group.reply(0, Reply(1, True, reason="build"), warm.generation)
+    claim.answer(Reply(1, True, reason="build"))
     page.stop = 5
     result = warm.finish()
     assert (result.codes[0], result.out[0]) == (0, "build 5\n"), result.err

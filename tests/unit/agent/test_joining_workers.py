@@ -49,10 +49,20 @@ def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     """W09: while it sets up, or once it is let in: else the others are held up all the time. A step ends the delay."""
     joining = _beside()
     assert joining.ended(1, now=2.0) == 1.0
+    assert joining.ended(2, now=2.5) == 0.5, "of workers that were started together all are tried again together"
+    assert joining.start(3, {0}, now=2.9) == []
+    assert joining.start(3, {0}, now=3.0) == [1, 2]
     joining.let_in(2)
-    assert joining.failed(now=3.0) == 2.0
-    assert joining.start(3, {0}, now=4.9) == []
-    assert joining.start(3, {0}, now=5.0) == [1, 2]
+    assert joining.failed(now=3.5) == 2.0
+    waits = []
+    now = 5.5
+    for _ in range(2_000):
+        joining.start(3, {0}, now)
+        waits.append(joining.failed(now))
+        now += waits[-1]
+    assert waits[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
+    assert set(waits[4:]) == {60.0}
+    joining.start(3, {0}, now)
     joining.let_in(1)
     joining.trained()
-    assert joining.failed(now=9.0) == 1.0
+    assert joining.failed(now) == 1.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import socket
 import struct
 
 import pytest
@@ -40,6 +43,37 @@ def test_descriptors_stay_with_their_frame():
             os.close(fd)
     sender.close()
     receiver.close()
+
+
+def test_a_descriptor_may_have_a_high_number():
+    """W01: the channels of a node with some hundred workers are read, and waited for, like all others."""
+    sender, raw = Channel.pair()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
+    try:
+        receiver = Channel.adopt(fcntl.fcntl(raw, fcntl.F_DUPFD, 2000))
+        assert receiver.receive(0.0) is None
+        sender.send(Signal(1, 9, [0]))
+        assert receiver.receive(5.0) == (Signal(1, 9, [0]), [])
+        receiver.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        raw.close()
+        sender.close()
+
+
+def test_descriptors_of_a_malformed_frame_are_closed():
+    """Whoever closes the channel closes what came with a frame that is no message."""
+    mine, raw = socket.socketpair()
+    receiver, (reader, writer) = Channel(raw), os.pipe()
+    socket.send_fds(mine, [struct.pack("!I", 3) + b"abc"], [writer])
+    os.close(writer)
+    with pytest.raises(ValueError, match="line 1 column 1"):
+        receiver.receive(5.0)
+    receiver.close()
+    assert os.read(reader, 1) == b"", "nobody holds the other end"
+    os.close(reader)
+    mine.close()
 
 
 def test_the_largest_environment_fits_a_frame():
