@@ -467,7 +467,7 @@ class Agent(Side):
                 head, known = self._newest() if asks else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.saving)
                 if self.node.misfit is None or decision.saving:
-                    self.console.left(decision, head, lost=lost, late_after=late_after if known or away else 0)
+                    self.console.left(decision, head, lost=lost, late_after=late_after, known=known or away)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED

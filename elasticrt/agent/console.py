@@ -273,11 +273,13 @@ class Console:
         cause = cause_of(self.story, new.number, new.cause)
         self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 
-    def left(self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0) -> None:
+    def left(
+        self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0, known: bool = True
+    ) -> None:
         """Say how it went, what is saved (`head`) when this node leaves by `decision`, and how to go on.
 
         `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
-        that its workers have finished, if they could not hand over in time, and `head` is known.
+        that its workers have finished, if they could not hand over in time. `known`: whether `head` is the newest one.
         """
         chapter, reached = self.story.chapter, head.reached if head is not None else 0
         alone = chapter is not None and chapter.nodes == (self._node,)
@@ -289,9 +291,11 @@ class Console:
         self._summarize()
         if decision.others_go_on:
             if late_after > reached:
-                text = f"step {late_after:,} was not handed over, and no checkpoint has it: it is lost"
                 unless = "" if alone else " unless another node's workers go on with it"
-                self.say(text + unless, "unsaved", level="error")
+                why = "and etcd does not say whether a checkpoint has it"
+                if known:
+                    why = "and no checkpoint has it: it is lost" + unless
+                self.say(f"step {late_after:,} was not handed over, {why}", "unsaved", level="error")
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
         behind = decision.saving if reached < decision.saving else 0
