@@ -165,6 +165,7 @@ def check_weights(found: Run, factory: pytest.TempPathFactory, *words: str) -> N
                 torch.testing.assert_close(each["optimizer"]["state"][number][name], value, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_one_after_the_other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W02, W03: of four workers three are killed, rank 0 too; the others and their replacements do what all did."""
     plan = [fault("last bucket", 0, world=4), fault("broadcast", 1, world=0), fault("in optimizer", 0, world=0)]
@@ -184,6 +185,7 @@ def test_ahead(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None
     assert skipped in ends.values(), ends
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A node with another data set joins: it ends alone, with code 5 and the difference; the others lose no step."""
     script, go, epochs = tmp_path / "train.py", tmp_path / "go", 6

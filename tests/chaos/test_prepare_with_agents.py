@@ -63,7 +63,8 @@ def _other(cluster: Cluster, node: str) -> str:
     return next(name for name in cluster.agents if name != node)
 
 
-@pytest.mark.parametrize("scope", ["shared", pytest.param("node", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["shared", "node"])
 def test_a_builder_outlives_changes_of_the_membership(tmp_path: Path, scope: str) -> None:
     """D06, L1: a node dies and another joins while one builds; it builds on, once, and the others use what it made."""
     with Preparing(tmp_path, scope, "--nproc-per-node", "2") as cluster:

@@ -70,7 +70,9 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
     assert {event["redone"] for event in after if event["pause_s"] is not None} == {0}
 
 
-@pytest.mark.parametrize("epochs", [pytest.param("1", id="at-the-end"), pytest.param("5", id="in-the-middle")])
+@pytest.mark.parametrize(
+    "epochs", [pytest.param("1", id="at-the-end", marks=pytest.mark.slow), pytest.param("5", id="in-the-middle")]
+)
 def test_sigterm_to_a_worker_alone_ends_it(tmp_path: Path, script: Path, epochs: str) -> None:
     """K08: a SIGTERM of which its agent knows nothing was meant for the worker: it leaves its step, dies of the signal,
     and is restarted from there."""

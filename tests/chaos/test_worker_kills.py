@@ -6,10 +6,13 @@ import json
 import secrets
 from pathlib import Path
 
+import pytest
+
 from tests.bench.kills import SCRIPT, Attempts
 from tests.cluster import Cluster
 
 
+@pytest.mark.slow
 def test_thirty_kills_need_thirty_one_groups(tmp_path: Path) -> None:
     """W02: a worker kills itself 30 times; 31 groups start, and each one's first all-reduce succeeds."""
     records = tmp_path / "records"

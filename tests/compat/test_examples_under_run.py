@@ -30,6 +30,7 @@ def test_hello(tmp_path: Path) -> None:
     assert "rank 1 of 2" in output
 
 
+@pytest.mark.slow
 def test_mnist_ddp(tmp_path: Path) -> None:
     """One epoch of the digits example learns something, and leaves a checkpoint that plain torch.load opens."""
     output = _run("mnist_ddp.py", "--epochs", "1", "--global-batch-size", "128", cwd=tmp_path)

@@ -126,6 +126,7 @@ def _running(
         yield torchrun
 
 
+@pytest.mark.slow
 def test_a_worker_crashes(tmp_path: Path, etcd: EtcdServer) -> None:
     """W01: a crash restarts the workers of both nodes, in a store of its own; the run then succeeds with code 0."""
     with _running(tmp_path, etcd, "2", 2, options=("--max-restarts", "2"), script="1") as torchrun:

@@ -23,6 +23,7 @@ def pause(step: dict) -> str:
     return f"next step after {step['pause_s']:.2f} s, {step['redone']} steps done again"
 
 
+@pytest.mark.slow
 def test_array(etcd: EtcdServer, lab: Lab, tmp_path: Path, note: Note) -> None:
     """K04: an array loses, replaces, gains and gives up nodes one at a time, and the others train on."""
     training = Training(lab, tmp_path)

@@ -102,7 +102,9 @@ def _stacks(run: Cluster) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("way", "shows"),
     [
-        pytest.param("sleeps", r"stuck\.py.* in stuck_here|stuck_here \(.*stuck\.py", id="L5-sleeps"),
+        pytest.param(
+            "sleeps", r"stuck\.py.* in stuck_here|stuck_here \(.*stuck\.py", id="L5-sleeps", marks=pytest.mark.slow
+        ),
         pytest.param(
             "keeps-the-interpreter", r"keeps_the_interpreter", id="W07-keeps-the-interpreter", marks=pytest.mark.slow
         ),

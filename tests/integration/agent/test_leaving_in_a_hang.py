@@ -69,7 +69,8 @@ def test_nodes_that_are_told_one_after_the_other_save_together(tmp_path: Path, r
     assert list((tmp_path / "ckpt").glob(f"step-{HANGS_AFTER}-*")), nodes[0].text()
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_node_leaves_what_it_has_to_one_that_hangs(tmp_path: Path, rank: int) -> None:
     """L5: of two the healthy one leaves. The other one's worker is ended, and goes on from the last finished step."""
     with _hanging(tmp_path, "ab", rank) as nodes:

@@ -62,7 +62,8 @@ def waits(run: Cluster) -> bool:
     return bool(begun) and begun[-1]["waits"]
 
 
-@pytest.mark.parametrize("by", ["stop", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["stop", "SIGTERM"])
 def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) -> None:
     """Its last node ends at once; the same run id goes on after the newest step that it had finished."""
     with running(tmp_path, "2:3", 3) as run:

@@ -54,13 +54,20 @@ def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
     ("body", "reason"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "thread"),
-        ("import torch\ntorch.set_num_threads(2)\nx = torch.ones(600, 600)\nx = x @ x", "thread"),
-        (
+        pytest.param(
+            "import torch\ntorch.set_num_threads(2)\nx = torch.ones(600, 600)\nx = x @ x",
+            "thread",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda.device_count = lambda: 1",
             "asked for the GPUs",
+            marks=pytest.mark.slow,
         ),
         ("import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', ''])", "process"),
-        ("from multiprocessing import resource_tracker as r\nr.ensure_running()", "process"),
+        pytest.param(
+            "from multiprocessing import resource_tracker as r\nr.ensure_running()", "process", marks=pytest.mark.slow
+        ),
         ("import socket\ns = socket.socket()", "socket"),
         # No GPU is needed to see that the question is asked and the answer believed.
         ("import torch\ntorch.cuda.is_initialized = lambda: True", "CUDA"),
