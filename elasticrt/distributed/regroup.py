@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import os
 import socket
@@ -81,6 +82,9 @@ class GroupSockets:
 
         `store_port`: where the default group's store listens, if this is that group.
         """
+        if self._before is not None:  # A part of a group that is noted as a whole.
+            yield
+            return
         with self._lock:
             self._before = sockets_of()
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
@@ -201,7 +205,6 @@ def _deafen(each: socket.socket) -> bool:
 
 SOCKETS = GroupSockets()
 _store_in_use: Any = None
-_subgroups: list[Any] = []
 _served: list[GroupStoreServer] = []
 """The store that this process serves to its generation. It is closed at once, although the group is kept for a while:
 the next generation may have the same port, and two stores behind it would each get some of its ranks."""
@@ -214,11 +217,15 @@ _kept: list[Any] = []
 
 
 class _Kept(dict[Any, Any]):
-    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it."""
+    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it until `tidy`."""
 
     def __setitem__(self, group: Any, about: Any) -> None:
         _kept.append(group)
         super().__setitem__(group, about)
+
+    def __delitem__(self, group: Any) -> None:
+        _retired.append((time.monotonic(), [group]))
+        super().__delitem__(group)
 
 
 def keep() -> None:
@@ -235,20 +242,19 @@ def keep() -> None:
 
 
 def note_subgroups() -> None:
-    """From now on the connections of the script's own `dist.new_group` are noted as well."""
-    made = dist.new_group
+    """From now on the connections of the script's own groups are noted as well, whichever call of torch makes them."""
+    made: Any = dist.distributed_c10d._new_process_group_helper
     if getattr(made, "noted", False):
         return
 
-    def new_group(*args: Any, **options: Any) -> Any:
-        with SOCKETS.noted(dist.get_world_size(), options.get("backend") or dist.get_backend()):
-            group = made(*args, **options)
-        _subgroups.append(group)
-        return group
+    @functools.wraps(made)
+    def make(*args: Any, **options: Any) -> Any:
+        with SOCKETS.noted(args[0], args[3]):
+            return made(*args, **options)
 
-    new_group.noted = True  # type: ignore[attr-defined]
-    new_group.__doc__ = made.__doc__
-    dist.new_group = new_group
+    make.noted = True  # type: ignore[attr-defined]
+    # Private, but `new_subgroups`, `init_device_mesh` and a `new_group` that was imported earlier all come here.
+    dist.distributed_c10d._new_process_group_helper = make
 
 
 def cut() -> None:
@@ -288,9 +294,8 @@ def leave() -> None:
     while _served:
         _served.pop().close()
     if dist.is_initialized():
-        _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
+        _retired.append((time.monotonic(), list(dist.distributed_c10d._world.pg_map)))
         _end_group()
-    _subgroups.clear()
 
 
 def _end_group() -> None:
@@ -426,8 +431,8 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
 
 
 def has_subgroups() -> bool:
-    """Whether the script has made groups of its own in this generation."""
-    return bool(_subgroups)
+    """Whether the script has groups of its own in this generation."""
+    return len(dist.distributed_c10d._world.pg_map) > 1
 
 
 def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:

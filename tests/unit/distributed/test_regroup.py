@@ -440,6 +440,33 @@ os._exit(0 if rank else os.waitpid(-1, 0)[1])
 """
 
 
+OWN_GROUP = """
+import os, socket
+from dataclasses import replace
+import torch, torch.distributed as dist
+from torch.distributed import new_group
+from tests.fake_worker import WORKER
+from elasticrt.distributed import regroup
+
+store, (told, tell) = socket.create_server(("127.0.0.1", 0)), os.pipe()
+rank = 0 if os.fork() else 1
+os.close(told if rank == 0 else tell)
+place = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": store.getsockname()[1]}
+fd = store.detach() if rank == 0 else -1
+regroup.meet(replace(WORKER, **place, listen_fd=fd), "gloo", 60, lambda: False)
+regroup.note_subgroups()
+own = new_group()
+if rank:
+    os._exit(len(os.read(told, 1)))  # Until rank 0 ends.
+regroup.SOCKETS.cut()
+try:
+    dist.all_reduce(torch.ones(1), group=own)
+except RuntimeError:
+    os._exit(0)
+os._exit(1)
+"""
+
+
 FEW_QUESTIONS = """
 import os, socket
 from dataclasses import replace
@@ -486,6 +513,11 @@ def test_who_is_cut_off_while_it_sends_comes_back() -> None:
 def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
     """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
     _run(MEETS_THE_DEAD)
+
+
+def test_a_group_of_the_script_is_cut_as_well() -> None:
+    """A rank that waits in a group that the script has made is freed, although its name was imported earlier."""
+    _run(OWN_GROUP)
 
 
 def test_a_hook_with_a_state_of_its_own_hinders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticrt.distributed import shared_payload
+from elasticrt.distributed import regroup, shared_payload
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.shared_payload import Payload, share_payload
 
@@ -56,7 +56,11 @@ def ranks(work: Callable[[int], Any], world: int) -> list[Any]:
 
 
 def _shared(rank: int, machines: str, *, opens: bool = True, damaged: int = -1, has: bytes = PAYLOAD) -> Any:
-    """Rank 1 has it, and the ranks are on these machines. What came, and how many bytes this rank took part in."""
+    """Rank 1 has it, and the ranks are on these machines. What came, and how many bytes this rank took part in.
+
+    The groups that are made for it are gone afterwards: one that stays would be taken for the script's own.
+    """
+    regroup.note_subgroups()
     shared_payload.LARGE_BYTES, shared_payload.PIECE_BYTES = 1000, 30_000
     shared_payload.machine = lambda: machines[rank]
     if not opens:
@@ -74,6 +78,7 @@ def _shared(rank: int, machines: str, *, opens: bool = True, damaged: int = -1, 
     if mine is not None:
         mine.write(has)
     found = share_payload(mine, len(PAYLOAD), DIGEST, 1)
+    assert not regroup.has_subgroups()
     assert (b"" if found is None else found.path.read_bytes()) == has
     return sum(took)
 
