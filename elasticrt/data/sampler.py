@@ -51,6 +51,11 @@ class _Position:
         self._order: tuple[int, torch.Tensor] | None = None
 
     @property
+    def has_given_rank(self) -> bool:
+        """Whether the rank is that of an argument, which stays what it is when the process gets another one."""
+        return self._given is not None
+
+    @property
     def epoch(self) -> int:
         """The epoch that `set_epoch` named last."""
         return self._epoch
@@ -119,7 +124,8 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         shuffle: a new order each epoch, from `seed`.
         seed: the same on all ranks.
         drop_last: leave out the last global batch of an epoch when it is smaller. Otherwise each sample counts once.
-        rank: of this process; by default that of the process group, looked up when iterated.
+        rank: of this process; by default that of the process group, looked up when iterated. With one that is given all
+            workers restart when the membership changes.
         world_size: processes in all; given with `rank`, or not at all.
 
     Raises TypeError and ValueError for arguments that cannot be.
@@ -196,7 +202,8 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     Args:
         dataset: anything with a length; only the length is used.
-        num_replicas: processes in all; by default those of the process group, looked up when iterated.
+        num_replicas: processes in all; by default those of the process group, looked up when iterated. With a number
+            that is given all workers restart when the membership changes.
         rank: of this process; given with `num_replicas`, or not at all.
         shuffle: a new order each epoch, from `seed`.
         seed: the same on all ranks.

@@ -34,6 +34,7 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
 from elasticrt.ipc.status_page import IN_PLACE, READY
+from elasticrt.train.batches import AnySampler
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
@@ -96,11 +97,11 @@ class InPlace:
         """Whether a newer seat has come than the one that was taken."""
         return self._agent.overtaken
 
-    def begin(self, loader: object) -> None:
+    def begin(self, loader: object, sampler: AnySampler) -> None:
         """The first step with a block: from now on this process goes on in place, if it can."""
         if not self._agent.linked or self.possible or self._hindered:
             return
-        obstacle = self._obstacle(loader)
+        obstacle = self._obstacle(loader, sampler)
         if obstacle:
             self._hindered = True
             if not self.worker.rank:
@@ -114,7 +115,9 @@ class InPlace:
         self.possible = False
         self._page.in_place = 0
 
-    def _obstacle(self, loader: object) -> str:
+    def _obstacle(self, loader: object, sampler: AnySampler) -> str:
+        if sampler is not None and sampler.has_given_rank:
+            return "the sampler was given its rank: leave rank and world size out"
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
         self._backend = dist.get_backend()

@@ -397,7 +397,7 @@ class Loop:
         if self._redo:
             self._undo.forget_between()
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
-            self._world.in_place.begin(self._loader if self._fed else None)
+            self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
         self._undo.in_step = self._has_blocks = True
         self._redo = False
         if not self._within_step:

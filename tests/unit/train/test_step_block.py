@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from elasticrt import ElasticDistributedSampler
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save
@@ -181,6 +182,25 @@ def test_an_error_that_is_caught_outside_of_its_step(tmp_path: Path, how: str, *
     assert isinstance(found.value.__cause__, ValueError)
     if not stepped:
         assert train("leaves", leaves=True).steps_done == 2
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_rank_that_was_given_does_not_outlive_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, given: bool
+) -> None:
+    """A sampler with a rank of its own would train the samples of that rank for ever: such workers are started anew."""
+    model, optimizer, _ = _parts()
+    data = TensorDataset(torch.ones(2, 1))
+    sampler = ElasticDistributedSampler(data, 1, 0) if given else ElasticDistributedSampler(data)
+    monkeypatch.setattr("elasticrt.train.loop._entered", [])  # As in a process of its own.
+    with under(Agent(), monkeypatch):
+        loop = Loop(tmp_path, sampler=sampler, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1):
+            for (x,) in loop.batches(DataLoader(data, sampler=sampler)):
+                with loop.step():
+                    model(x).sum().backward()
+                    optimizer.step()
+    assert ("the sampler was given its rank" in caplog.text) is given
 
 
 def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:
