@@ -102,7 +102,8 @@ def gather_bytes(data: bytes) -> list[bytes]:
     travelling = mine.to(device())
     gathered = [torch.empty_like(travelling) for _ in sizes]
     dist.all_gather(gathered, travelling)
-    return [each[:size].cpu().numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
+    # Not by way of numpy, which torch does not require.
+    return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def broadcast_bytes(data: bytes) -> bytes:
