@@ -57,13 +57,13 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, text: object) -> SaveInterval:
-        """From "30s", "5 min", "1 h", "200 steps" or "1 epoch". Raises TypeError, ConfigError."""
+        """From "500 ms", "30s", "5 min", "1 h", "200 steps" or "1 epoch". Raises TypeError, ConfigError."""
         if not isinstance(text, str):
             raise TypeError(explain("not a text", "Loop(every=)", got=text, expected='such as "30s", "200 steps"'))
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
         number, word = match.groups() if match else ("0", "")
-        seconds = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600}
-        word = word if word == "s" else word.removesuffix("s")
+        seconds = {"ms": 1e-3, "s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600}
+        word = word if word in seconds else word.removesuffix("s")
         if word in seconds and float(number) > 0:
             return cls(float(number) * seconds[word], "seconds")
         if word in ("step", "epoch") and number.isdigit() and int(number) > 0:

@@ -13,7 +13,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,11 +40,14 @@ class SigtermGuard:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._received)
 
-    def lower(self) -> None:
-        """Stop guarding. A signal that was not acted upon is obeyed now, unless an exception ends the loop anyway."""
+    def lower(self, *, obeys: bool) -> None:
+        """Stop guarding. A signal that was not acted upon is obeyed now if this process `obeys`.
+
+        It does not where an exception has ended the loop, which ends the process anyway, and is to be reported.
+        """
         if signal.getsignal(signal.SIGTERM) == self._received:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.received_at is not None and sys.exc_info()[0] is None and not self._agent_leaves:
+        if obeys and self.received_at is not None and not self._agent_leaves:
             _die()
 
     def obey(self, leave: Callable[[], object]) -> None:

@@ -159,6 +159,7 @@ class Loop:
 
     def _epochs(self, total: int) -> Iterator[int]:
         self._enter()
+        well = False
         try:
             while not self._state.position.is_over(total, self._steps_max):
                 self._state.position = self._state.position._replace(open=True)
@@ -172,6 +173,7 @@ class Loop:
                     if generator_exit.on_purpose(sys._getframe(1)):
                         self._settle()
                         self._saving.last()
+                        well = True
                     raise
                 self._check_running("epochs")
                 self._settle()
@@ -188,8 +190,9 @@ class Loop:
             while not self._world.ends_with(self._saving.last):
                 pass
             self._saving.checkpointer.finish()
+            well = True
         finally:
-            self._leave()
+            self._leave(well=well)
 
     def _enter(self) -> None:
         place = self._saving.checkpointer.place
@@ -209,10 +212,11 @@ class Loop:
         self._guard.raise_()
         _running.append(self)
 
-    def _leave(self) -> None:
+    def _leave(self, *, well: bool) -> None:
+        """The loop is over, by an exception if not `well`."""
         self._world.in_place.end()
         self._undo.unwatch()
-        self._guard.lower()
+        self._guard.lower(obeys=well)
         self._weighting.detach()
         self._page.stepping = 0
         self._state.ledger.close()
@@ -470,6 +474,9 @@ class Loop:
         if not isinstance(why, str):
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")
+        if self._page.pausing_ns:  # It is a part of the pause around it.
+            yield
+            return
         self._weighting.end()
         self._page.stepping = 0
         self._page.pausing_ns = time.monotonic_ns()

@@ -11,11 +11,12 @@ they reach a parameter, so what enters its backward is weighted already, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.distributed.wrapping import ddp_layers
@@ -51,7 +52,8 @@ class Weighting:
         self._norms = [
             layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
-        self._handles: dict[int, RemovableHandle] = {}
+        # By the parameter, not by its address alone: one that is made later may get the address of one that is gone.
+        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakIdKeyDictionary()
         self._norm_handles: list[RemovableHandle] = []
         self._factor = 1.0
 
@@ -98,9 +100,8 @@ class Weighting:
         # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
-            if parameter.requires_grad and id(parameter) not in weighted | self._handles.keys():
-                handle: RemovableHandle = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
-                self._handles[id(parameter)] = handle
+            if parameter.requires_grad and id(parameter) not in weighted and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
         if not self._norm_handles:
             for norm in self._norms:
                 self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))
@@ -116,7 +117,8 @@ class Weighting:
         self.end()
         for handle in (*self._handles.values(), *self._norm_handles):
             handle.remove()
-        self._handles, self._norm_handles = {}, []
+        self._handles.clear()
+        self._norm_handles.clear()
 
     def _scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return None if self._factor == 1.0 else _times(gradient, self._factor)

@@ -6,6 +6,7 @@ import faulthandler
 import itertools
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
 from elasticrt.data import sample_order
+from elasticrt.data.position import SaveInterval
+from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save, Step
 from elasticrt.ipc.status_page import FIRST_BATCH, STACKS_SIGNAL, StatusPage
+from elasticrt.train.weighting import Weighting
 from tests.fake_worker import Agent, under
 
 SAMPLES, BATCH = 20, 6
@@ -262,6 +266,14 @@ def test_how_often_it_saves(tmp_path, every, saves, monkeypatch):
     monkeypatch.setattr(run.loop._saving, "take", counting)
     run.to_the_end(2)
     assert steps == saves
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500 ms", 0.5), ("30s", 30), ("2 mins", 120), ("1 m", 60), ("3 hours", 10800)]
+)
+def test_seconds_between_saves(text, seconds):
+    """Units of time as the command line knows them."""
+    assert SaveInterval.parse(text) == SaveInterval(seconds, "seconds")
 
 
 def test_nothing_is_saved_between_two_parts_of_a_step(tmp_path):
@@ -559,6 +571,21 @@ def test_loaders_that_do_not_fit(tmp_path):
             other.batches(run.loader)
 
 
+def test_a_pause_in_a_pause_is_a_part_of_it(tmp_path):
+    """An evaluation that pauses by itself may be called in a pause: that lasts until its own end, and counts once."""
+    run = Run(tmp_path)
+    page = agent_client.status_page()
+    for _ in run.loop.epochs(1):
+        for _ in run.loop.batches(run.loader):
+            before_ns, since_ns = page.pause_ns, time.monotonic_ns()
+            with run.loop.pause("look"):
+                with run.loop.pause("look closely"):
+                    assert page.pausing_ns >= since_ns
+                assert (page.stepping, page.pausing_ns >= since_ns) == (0, True)
+            assert (page.stepping, page.pausing_ns) == (1, 0)
+            assert 0 < page.pause_ns - before_ns <= time.monotonic_ns() - since_ns
+
+
 def test_pause_takes_the_weights_off(tmp_path):
     """A backward inside pause is nobody's share."""
     run = Run(tmp_path, micro=2)
@@ -571,6 +598,23 @@ def test_pause_takes_the_weights_off(tmp_path):
                 run.model(x).sum().backward()
             assert torch.allclose(run.model.weight.grad, weighted * 3)
             break
+
+
+def test_a_new_parameter_at_the_address_of_an_old_one_is_weighted():
+    """A layer that is made anew gets its weights, wherever its parameters lie."""
+    layer, others = nn.Linear(1, 1, bias=False), []
+    weighting = Weighting([layer])
+    weighting.attach()
+    address = id(layer.weight)
+    while id(layer.weight) != address or not others:
+        others.append(nn.Parameter(torch.zeros(1, 1)))
+        del layer.weight
+        layer.weight = nn.Parameter(torch.ones(1, 1))
+    weighting.renew()
+    weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
+    layer(torch.ones(1, 1)).sum().backward()
+    assert layer.weight.grad.item() == 3
+    weighting.detach()
 
 
 def test_a_borrowed_sample_never_counts(tmp_path):
