@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 # A save that takes longer than this is stuck in the file system: a wait for it ends with a warning.
 SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
 
+FAILED_S_MAX = 60.0
+"""How long a process that has failed, or hands over, waits for its last save. Its successor begins after it."""
+
 UNSAVED_MAX_BYTES = 400
 """What an agent tells of a save that has failed."""
 
@@ -186,15 +189,19 @@ class Checkpointer:
         """Whether the last save has failed."""
         return self._directory.path in _unsaved
 
+    def _end(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Wait for the last save; one that is not written by then is missed. Raises what has ended it."""
+        if not self.wait(timeout_s):
+            why = f"not written within {timeout_s:.0f} s"
+            self._missed(CheckpointError, self._asked_step, self._generation, why)
+
     def finish(self) -> None:
         """Wait for the last save: a training whose last state is not saved has failed.
 
         Raises CheckpointError where the directory cannot be written to. Raises RuntimeError, which is not final, where
         the commit was refused.
         """
-        if not self.wait():
-            why = f"not written within {SAVE_TIMEOUT_S:.0f} s"
-            self._missed(CheckpointError, self._asked_step, self._generation, why)
+        self._end()
         generation, error = _unsaved.pop(self._directory.path, (0, None))
         # A save of an earlier generation is repeated by its successor.
         if error is not None and generation == self._generation:
@@ -297,13 +304,16 @@ os.register_at_fork(after_in_child=_unsaved.clear)
 @atexit.register
 def _finish_saves() -> None:
     """Wait for a save in flight when the script ends, and fail the script if its last state is not saved."""
+    ends_well = not handover.left and getattr(sys, "last_value", None) is None
+    missed: Exception | None = None
     for checkpointer in list(_live):
         try:
-            checkpointer.wait(60.0)
+            checkpointer._end(SAVE_TIMEOUT_S if ends_well else FAILED_S_MAX)
         except Exception as error:  # noqa: BLE001  At exit there is no caller to raise it to.
-            _log.warning("the last save failed: %s: %s", type(error).__name__, error)
-    missed = next((error for _, error in _unsaved.values()), None)
-    if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
+            _log.info("the last save failed: %s: %s", type(error).__name__, error)
+            missed = missed or error
+    missed = missed or next((error for _, error in _unsaved.values()), None)  # Of one that is gone.
+    if missed is None or not ends_well:
         return
     say(f"error: {missed}")
     write_error_file(missed)

@@ -189,6 +189,30 @@ print("the end")
 """
 
 
+REFUSED = """
+import sys, pytest, torch
+from elasticrt import Checkpointer
+from elasticrt.ipc.messages import TAKEN, Reply, Save
+from tests.fake_worker import Agent, under
+
+def answer(message):
+    return Reply(message.request, False, TAKEN + "run b") if isinstance(message, Save) else agent.fenced(message)
+
+agent = Agent(answer=answer)
+linked = under(agent, pytest.MonkeyPatch())
+linked.__enter__()
+saver = Checkpointer(sys.argv[1])
+saver.save({"w": torch.zeros(5)}, step=1)
+"""
+
+
+def test_a_directory_that_another_run_has_taken_at_the_end(tmp_path: Path) -> None:
+    """The last save of a Checkpointer alone, which nobody has waited for: exit code 7, and who saves there."""
+    command = [sys.executable, "-c", REFUSED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, "run b" in done.stderr) == (7, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
