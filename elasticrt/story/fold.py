@@ -147,8 +147,7 @@ class Chapter:
         reported: when each node reported its first step, by node.
         stepped_at: the earliest of these; None before.
         first_step: the number of that step; None before, and for a script without a Loop.
-        pause_s: the longest pause of a node, or the time between the last step of those that handed the state over and
-            the first one of those that took it; None if there was neither.
+        pause_s: the longest pause of a node; None if no node has made a step before it and in it.
         redone: steps that were finished before it, and are done again; None: it is not known which were.
         phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
             A wait for nodes, which events count as "agree", is one of its own, with the name of the bucket.
@@ -578,8 +577,8 @@ class Story:
             chapter.passed_over = chapter.resume_step
             self.checkpoint = min(self.checkpoint, event.resumed_from)
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
-        pauses = (chapter.pause_s, event.pause_s, self._handed_over_s(chapter, at))
-        chapter.pause_s = max((pause_s for pause_s in pauses if pause_s is not None), default=None)
+        if event.pause_s is not None:
+            chapter.pause_s = max(chapter.pause_s or 0.0, event.pause_s)
         if event.redone is not None:
             chapter.redone = max(chapter.redone or 0, event.redone)
         self._count_redone(chapter)
@@ -588,20 +587,6 @@ class Story:
         if course.redone_until == math.inf or (not course.step and highest > event.resumed_from):
             course.redone_until, course.redone_to = math.inf, max(course.redone_to, highest)
         self._stepped(event.generation, event.step, at)
-
-    def _handed_over_s(self, chapter: Chapter, at: float) -> float | None:
-        """The pause until `at`, if no node of `chapter` knows it: none has made the last step before, but some have
-        taken the state over, perhaps from others that had. Else None."""
-        there = set(chapter.nodes)
-        for before in reversed(self.chapters[: self.chapters.index(chapter)]):
-            stayed = self._stayed(chapter, before)
-            there &= stayed
-            if chapter.follows is None or not stayed:
-                return None
-            chapter, course = before, self._courses[before.number]
-            if course.step:
-                return at - course.step_at if not there else None
-        return None
 
     def _count_redone(self, chapter: Chapter) -> None:
         """The steps that `chapter` does again: one node's own account may lack what others have finished."""
@@ -636,7 +621,7 @@ class Story:
             seconds[name] = took_ms / 1000 - waited_s
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds
-        elif chapter.pause_s is None or self._handed_over_s(chapter, at) is not None:
+        elif chapter.pause_s is None:
             chapter.phases = max(chapter.phases, seconds, key=lambda each: sum(each.values()))
 
     def _step(self, event: events.Step, at: float) -> None:

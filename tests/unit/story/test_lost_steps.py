@@ -146,18 +146,26 @@ def handed_over(third, later=()):
     )
 
 
-def test_a_state_that_is_handed_over_has_a_pause():
-    """From the last step of those that go to the first one of those that have taken their seats at once."""
-    told = handed_over(begun(3, "b"))
-    assert [chapter.pause_s for chapter in told.chapters] == [None, None, pytest.approx(0.9)]
-    assert changes(told) == "2 changes of membership, the longest pause 0.90 s; no step lost"
-    assert told.chapter.phases["restore"] == 0.1
-
-
 def test_a_run_that_begins_again_has_no_pause():
     """Where no agent was there with the state, the time until a new one has loaded it is none of the training."""
     assert story(AGAIN).chapter.pause_s is None
-    assert handed_over(begun(3, "c", in_place=False)).chapter.pause_s is None
+
+
+def test_one_machine_of_two_where_numbers_begin_anew():
+    """The story of one of its directories goes on with the first step after a stop."""
+    told = story(
+        [
+            *(each for each in THREE_STEPS if each[1] == "a"),
+            (6.0, "a", begun(2, "ab", "failure")),
+            (7.0, "a", first(2, 10, 0, 1.0)),
+            (8.0, "a", events.AgentStopped(143)),
+            (10.0, "a", started()),
+            (12.0, "a", begun(1, "ab", "start", in_place=False)),
+            (13.0, "a", first(1, 11)),
+        ]
+    )
+    assert [chapter.pause_s for chapter in told.chapters] == [None, 1.0, None]
+    assert told.newest == 12
 
 
 def test_what_is_told_late_moves_the_beginning_of_the_generations_in_place_that_follow():
