@@ -64,17 +64,18 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
 
 
 def success(directory: Path) -> str:
-    """The reason of the newest result in a run's directory, if it is a success; else ""."""
-    ends = [(0.0, "", "")]
+    """The reason of the newest result in a run's directory, if it is a success and nothing tells of a later attempt."""
+    ends = [(0.0, "")]
     for path in files(directory):
         try:
-            for each in records(path, PIECE_BYTES):
-                if isinstance(each.event, events.Result):
-                    ends.append((each.time, each.event.status, each.event.reason))
+            for number, each in enumerate(records(path, PIECE_BYTES)):
+                succeeded = isinstance(each.event, events.Result) and each.event.status == "succeeded"
+                # Whatever this piece begins with stands for the start of a long attempt, which is before it.
+                if number == 0 or isinstance(each.event, events.Result | events.AgentStarted):
+                    ends.append((each.time, vars(each.event)["reason"] if succeeded else ""))
         except OSError as error:
             log.warning("how the run ended is not read: %s: %s", path, error.strerror)
-    _, status, reason = max(ends)
-    return reason if status == "succeeded" else ""
+    return max(ends)[1]
 
 
 class Sparse:

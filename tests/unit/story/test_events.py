@@ -7,11 +7,12 @@ import os
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticrt import events
-from elasticrt.event_log import EventLog, Sparse, files, records, success
+from elasticrt.event_log import PIECE_BYTES, EventLog, Sparse, files, records, success
 
 VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None, "int | None": None}
 LISTS = {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 2), "tuple[float, ...]": (0.5,)}
@@ -76,6 +77,33 @@ def test_a_file_is_read_to_its_end(tmp_path):
     log.close()
     assert [record.event.status for record in records(files(tmp_path)[0])] == ["failed", "succeeded"]
     assert success(tmp_path) == "at last"
+
+
+STARTED = events.AgentStarted(7, "calm-fox", "etcd", "runs/calm-fox")
+SUCCEEDED = events.Result("succeeded", 0, "all ended well")
+LONG = [events.Copied(2, step, 1) for step in range(PIECE_BYTES // 64)]
+"""More than is read of a file."""
+
+
+@pytest.mark.parametrize(
+    ("lives", "found"),
+    [
+        ([("n1", STARTED), ("n1", SUCCEEDED), ("n1", events.AgentStopped(0))], "all ended well"),
+        ([("n1", STARTED), ("n1", SUCCEEDED), ("n1", STARTED), ("n1", events.AgentStopped(143))], ""),
+        ([("n1", STARTED), ("n2", STARTED), ("n2", SUCCEEDED), ("n1", STARTED)], ""),
+        ([("n2", STARTED), ("n2", SUCCEEDED), ("n1", STARTED), *(("n1", each) for each in LONG)], ""),
+        ([("n1", STARTED), *(("n1", each) for each in LONG), ("n2", STARTED), ("n2", SUCCEEDED)], "all ended well"),
+    ],
+    ids=["succeeded", "begun again", "by another node", "for long", "a node that was killed before"],
+)
+def test_a_run_that_was_begun_again_has_not_succeeded(tmp_path: Path, lives: Any, found: str) -> None:
+    """Its newest attempt counts, however long that was, and whichever node has made it."""
+    logs = {node: EventLog(node, tmp_path) for node, _ in lives}
+    for node, event in lives:
+        logs[node].write(event)
+    for log in logs.values():
+        log.close()
+    assert success(tmp_path) == found
 
 
 def test_a_file_has_few_of_those_that_come_often():
