@@ -21,11 +21,12 @@ from elasticrt.cli.options import read
 from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError
 from elasticrt.ipc.std_streams import Unwritable, occupy, tell, write
 from elasticrt.run_options import RunOptions
-from elasticrt.text import log_line, plain
+from elasticrt.text import cut, log_line, plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has examples of each command."
 
+WHERE_MAX_BYTES = 160
 
 _MISTAKES = (
     (r"the following arguments are required: (?P<name>.*)", "something is missing", "{name}"),
@@ -157,16 +158,31 @@ def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
         logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
 
 
+_UNUSABLE = {
+    errno.ENAMETOOLONG: (
+        "a name that is too long for a file",
+        "at most 255 bytes from / to /, and 4096 in all",
+        "Give the run, node or file a shorter one",
+    ),
+    errno.EACCES: (
+        "a path that may not be looked at",
+        "permission to search its directories",
+        "Check the path and its permissions",
+    ),
+}
+"""Errors of the system that say that a name is the user's mistake: what, what was expected, and a remedy."""
+
+
 def _do(arguments: argparse.Namespace) -> int:
-    """Run a command; its exit code. Raises ConfigError for a name that no file can have."""
+    """Run a command; its exit code. Raises ConfigError for a name that no file can have, or that cannot be reached."""
     try:
         code: int = arguments.func(arguments)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in _UNUSABLE or error.filename is None:
             raise
-        got, expected = f"{str(error.filename)[:60]}...", "at most 255 bytes from / to /, and 4096 in all"
-        what, remedy = "a name that is too long for a file", "Give the run, node or file a shorter one"
-        raise ConfigError(what, "this command line", got=got, expected=expected, remedy=remedy) from error
+        what, expected, remedy = _UNUSABLE[error.errno]
+        where = cut(str(error.filename), WHERE_MAX_BYTES)
+        raise ConfigError(what, where, got=error.strerror, expected=expected, remedy=remedy) from error
     return code
 
 

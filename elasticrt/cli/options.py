@@ -82,7 +82,7 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    text = f"where runs keep their logs (default: {log_dir})"
+    text = f"where runs keep their logs (default: {log_dir})".replace("%", "%%")
     complete_files(parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=text))
 
 

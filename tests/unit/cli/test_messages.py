@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,37 @@ def test_names_that_no_file_can_have(
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "too long" in line
+
+
+@contextmanager
+def no_root() -> Iterator[None]:
+    """In this context permissions count, for root as well."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("words", ["run {}/t.py", "report --log-dir {} fox", "status {}/fox", "runs --log-dir {}/x"])
+def test_paths_that_may_not_be_looked_at(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the user's mistake, not a bug: one line that names the path, and exit code 2."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    with no_root():
+        code = main(words.format(closed).split())
+    closed.chmod(0o700)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert str(closed) in line
+
+
+def test_help_shows_a_variable_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A percent sign in it is one, and no place for another value."""
+    monkeypatch.setenv("ELASTICRT_LOG_DIR", "/data/100%/runs")
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert "(default: /data/100%/runs)" in capsys.readouterr().out
