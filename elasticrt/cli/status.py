@@ -50,7 +50,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
         write(sys.stdout, json_text(as_object(story, story.present(time.time()))) + "\n")
-        return story.result is not None
+        return story.result is not None or not story.alive()
     try:
         since = story.waits_since if story is not None else None
         with opened(run_id, directory, options) as run:
@@ -58,7 +58,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             without_nodes = state(story) if story is not None and over else "no node is here: they are leaving, or lost"
             standing = story.standing(time.time()) if story is not None else ""
             waited_s = None if since is None else time.time() - since
-            here = show(run, without_nodes, story, waited_s=waited_s, standing=standing)
+            ended = show(run, without_nodes, story, waited_s=waited_s, standing=standing)
     except (ConfigError, StoreUnavailable) as error:
         away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
         # An etcd that was named should know of a run that is alive.
@@ -75,13 +75,16 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
         return not away and story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
-    return story is not None and (story.result is not None or (over and not here))
+    return ended or (story is not None and story.result is not None)
 
 
 def show(
     run: LiveRun, without_nodes: str, story: Story | None = None, *, waited_s: float | None = None, standing: str = ""
 ) -> bool:
-    """Print what etcd knows of the run; whether it has nodes. See `describe`. Raises ConfigError for no such run."""
+    """Print what etcd knows of the run; whether it has ended by that. See `describe`.
+
+    Raises ConfigError for no such run.
+    """
     spec, _ = run.spec()
     generation = run.record(run.keys.generation, Generation)
     if generation is not None:
@@ -90,19 +93,21 @@ def show(
     ended = [life for life in story.lives if life.code is not None or life.gone_at is not None] if story else []
     gone = {(life.node, life.pid) for life in ended}  # Etcd keeps the keys of killed agents for a lease term.
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
+    result = run.record(run.keys.result(spec.attempt), Result)
     lines = describe(
         run.keys.run_id,
         spec,
         members,
         generation=generation,
         saved=run.record(run.keys.checkpoint, Commit),
-        result=run.record(run.keys.result(spec.attempt), Result),
+        result=result,
         without_nodes=without_nodes,
         waited_s=waited_s,
         standing=standing,
     )
     write(sys.stdout, "\n".join(lines) + "\n")
-    return bool(members)
+    begun = generation is not None if story is None else not story.alive()
+    return result is not None or (begun and not members)
 
 
 def describe(

@@ -12,15 +12,15 @@ from elasticrt import events
 from elasticrt.cli.change_run import left_after
 from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import build_parser, main
-from elasticrt.cli.status import look
+from elasticrt.cli.status import look, show
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import machine as own_machine
 from elasticrt.ipc.proc import start_of
-from elasticrt.rendezvous.records import Generation, HandoverRecord, Keys, Result, SpecRecord
+from elasticrt.rendezvous.records import Generation, HandoverRecord, Keys, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served, find, locked, record_of, write_record
-from elasticrt.store.protocol import Address, Put, Txn
+from elasticrt.store.protocol import Address, Delete, Put, Txn
 from elasticrt.story import run_dir
 from elasticrt.story.sentences import state
 from tests.memory_store import MemoryServer, MemoryStore
@@ -228,3 +228,40 @@ def test_a_run_without_nodes() -> None:
         run.store.commit(Txn((), (Put(run.keys.result(attempt), result.encode()),), why="a test"))
     run.store.commit(Txn((), (Put(run.keys.spec, spec.encode()),), why="a test"))
     assert "the run has ended (run calm-fox): got failed: rank 0 raises" in str(run.without_nodes())
+
+
+def test_who_watches_for_a_program_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also after `stop`, and when all agents were killed: such a run has no result."""
+    arguments = build_parser().parse_args(["status", "calm-fox", "--watch", "--json", "--log-dir", "runs"])
+    looks = []
+    for more, pid in (((), os.getpid()), ((events.AgentStopped(143),), os.getpid()), ((), NOBODY)):
+        _run("calm-fox", *more, lives=False, pid=pid)
+        looks.append(look("calm-fox", Path("runs/calm-fox"), arguments, EtcdOptions()))
+    assert looks == [False, True, True]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_who_watches_from_elsewhere_ends_with_the_run() -> None:
+    """Without its directory, etcd tells of a run's end: it has a result, or had nodes and has none any more."""
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"), Path("runs"))
+    spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=1)
+    member = Member(
+        node="n0", incarnation="a" * 16, address="127.0.0.1", pid=1, workers=1, probe_port=5000, port=5001,
+    )  # fmt: skip
+    generation = Generation(
+        number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=5001,
+        cause="start", kind="start", chunks=1,
+    )  # fmt: skip
+    result = Result(attempt=1, status="succeeded", code=0, reason="all ended well", generation=1)
+    ended = []
+    for operation in (
+        Put(run.keys.spec, spec.encode()),
+        Put(f"{run.keys.members}n0", member.encode()),
+        Put(run.keys.generation, generation.encode()),
+        Delete(f"{run.keys.members}n0"),
+        Put(f"{run.keys.members}n0", member.encode()),
+        Put(run.keys.result(1), result.encode()),
+    ):
+        run.store.commit(Txn((), (operation,), why="a test"))
+        ended.append(show(run, "no node is here"))
+    assert ended == [False, False, False, True, False, True]
