@@ -209,7 +209,7 @@ def _raise_for(code: int, lines: Sequence[str], said: str) -> None:
 def _work() -> None:
     """In a worker: call the function with the local rank, and write what it returns to the caller's memory."""
     local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])  # LOCAL_RANK is 0 for all where each sees one GPU only.
-    target, rank = os.environ[_VALUES].split(":")[local_rank], int(os.environ["RANK"])
+    target = os.environ[_VALUES].split(":")[local_rank]
     try:
         call = Path(os.environ[_CALL]).read_bytes()
     except FileNotFoundError:
@@ -219,6 +219,7 @@ def _work() -> None:
     multiprocessing.spawn.prepare(preparation)
     function, arguments = pickle.loads(function)  # noqa: S301  The same.
     value = function(local_rank, *arguments)
+    rank = int(os.environ["RANK"])  # The last one: a change of the membership may give another during the call.
     try:
         data = (_cloudpickle() if by_value else pickle).dumps((rank, value))
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -104,6 +104,43 @@ def test_workers_that_see_one_gpu_each(tmp_path: Path) -> None:
     assert "{0: (0, '0'), 1: (1, '0')}" in output
 
 
+IN_PLACE = """
+import os, pathlib, signal
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+import elasticrt
+
+def train(i):
+    ctx, replaces, seated = elasticrt.init(), pathlib.Path("killed").exists(), 0
+    model = DDP(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer)
+    for step in loop.steps(10**6):
+        if i == 0 and step == 5 and not pathlib.Path("killed").exists():
+            pathlib.Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with loop.step():
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            seated = ctx.sum(replaces)
+        if seated:
+            break
+    return i
+
+if __name__ == "__main__":
+    print("values", sorted(elasticrt.spawn(train, nprocs=2)))
+"""
+
+
+def test_values_have_the_ranks_at_the_end(tmp_path: Path) -> None:
+    """A replacement of a killed worker sets up with another rank, until it has a seat: that is none of the keys."""
+    (tmp_path / "script.py").write_text(IN_PLACE)
+    output = finish(start(["script.py"], tmp_path))
+    assert (tmp_path / "killed").exists()
+    assert "values [0, 1]" in output
+
+
 NOTEBOOK = """
 import linecache, sys
 
