@@ -139,6 +139,7 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[fd],
+            start_new_session=True,  # Ctrl-C at a terminal is for this process, which passes it on.
         )
         shown = [_Shown(process.stdout, sys.stdout), _Shown(process.stderr, sys.stderr)]
         try:
@@ -151,14 +152,19 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the agent if it still runs, by force if need be. Its workers never outlive it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
+    """End the agent if it still runs: it hands over and saves. At a second Ctrl-C it ends at once, later by force.
+
+    Its workers never outlive it.
+    """
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            process.terminate()
             process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_S)
+        process.terminate()  # Nothing, where it has ended.
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_S)
 
 
 class _Shown:

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 
 from elasticrt import ConfigError, spawn
+from elasticrt.story import run_dir, sentences
 from tests.cluster import gone
 from tests.conftest import children
+from tests.servers import wait_until
 
 WAIT_S = 60.0
 
 
-def start(command: list[str], directory: Path, **env: str) -> subprocess.Popen[str]:
-    """A Python program in `directory`."""
+def start(command: list[str], directory: Path, *, session: bool = False, **env: str) -> subprocess.Popen[str]:
+    """A Python program in `directory`; with a `session`, as at a terminal of its own."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=directory,
@@ -30,6 +32,7 @@ def start(command: list[str], directory: Path, **env: str) -> subprocess.Popen[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=session,
     )
 
 
@@ -264,6 +267,38 @@ def sleep(i):
 if __name__ == "__main__":
     elasticrt.spawn(sleep, nprocs=2)
 """
+
+
+SAVER = """
+import os, pathlib, time
+import torch
+import elasticrt
+
+def train(i):
+    elasticrt.init()
+    model = torch.nn.Linear(1, 1)
+    loop = elasticrt.Loop("ckpt", model=model)
+    for step in loop.steps(10**6):
+        with loop.step():
+            if step == 1:
+                pathlib.Path("here").touch()
+            time.sleep(2)  # The step is under way for longer than a process that is to end at once.
+
+if __name__ == "__main__":
+    elasticrt.spawn(train)
+"""
+
+
+def test_an_interrupt_at_the_terminal_saves(tmp_path: Path) -> None:
+    """Ctrl-C, which all processes of the terminal get: the agent finishes the step and saves it, as under `run`."""
+    (tmp_path / "script.py").write_text(SAVER)
+    caller = start(["script.py"], tmp_path, session=True)
+    wait_until((tmp_path / "here").exists, "the second step has begun", WAIT_S)
+    os.killpg(caller.pid, signal.SIGINT)
+    output, _ = caller.communicate(timeout=WAIT_S)
+    assert "KeyboardInterrupt" in output
+    (directory,) = (tmp_path / "elasticrt_runs").iterdir()
+    assert sentences.state(run_dir.read(directory)).startswith("stopped; step 2 is saved")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
