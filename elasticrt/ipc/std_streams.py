@@ -88,14 +88,15 @@ def put(fd: int, data: bytes) -> None:
     """Write `data` to `fd`, but drop it while the reader reads nothing. What comes next tells of that. OSError."""
     way, wait_s, note = _ways.get(fd, fd), READER_S_MAX, b""
     if fd in _unread:
-        note = f"\n[elasticrt: {_unread[fd]} lines are missing here: nothing was read]\n".encode()
         wait_s = 0.0
+        if _unread[fd]:
+            note = f"\n[elasticrt: {_unread[fd]} lines are missing here: nothing was read]\n".encode()
     view = memoryview(note + data)
     poll = select.poll()
     poll.register(way, select.POLLOUT)
     while view:
         if not poll.poll(wait_s * 1000):
-            _unread[fd] = _unread.get(fd, 0) + max(1, data.count(b"\n"))
+            _unread[fd] = _unread.get(fd, 0) + data.count(b"\n")  # The last line of a terminal has none.
             return
         # What has room takes this much without blocking. Else another process has taken the room meanwhile.
         with contextlib.suppress(BlockingIOError):
