@@ -33,38 +33,17 @@ from elasticrt.workers.store_ports import StorePorts
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges of one agent; the defaults are the real ones.
-
-    Attributes:
-        clock: the monotonic clock of this machine.
-        queue: makes the queue that the agent's loop reads.
-        token: draws 64 random bits, as 16 hex digits: an incarnation, a nonce.
-        meet: finds an etcd or starts an embedded one.
-        how_to_join: the lines that tell people how to add nodes.
-        lease_session: grants a lease and keeps it alive.
-        store_proxy: carries out what workers ask of the store.
-        prober: asks other agents whether they are alive, in the background.
-        probe: asks one agent the same, and waits for the answer.
-        probe_server: answers such questions.
-        store_ports: holds the sockets for the stores of future generations.
-        event_log: writes events for programs.
-        supervisor: decides when workers start and stop.
-        worker_group: starts and signals their processes.
-        take_stacks: asks workers for their stacks.
-        state_of: the kernel's letter for what a process is doing.
-        close_file: closes a file descriptor that a worker has sent.
-        seats_per_chunk: how many seats a chunk of a roster has on average.
-    """
+    """The edges of one agent; the defaults are the real ones."""
 
     clock: Clock = time
     queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
-    token: Callable[[], str] = lambda: secrets.token_hex(8)
+    token: Callable[[], str] = lambda: secrets.token_hex(8)  # An incarnation, a nonce.
     meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
     how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
     lease_session: Callable[..., LeaseSession] = LeaseSession
     store_proxy: Callable[..., StoreProxy] = StoreProxy
     prober: Callable[..., Prober] = Prober
-    probe: Callable[[str, int, str], str] = ask
+    probe: Callable[[str, int, str], str] = ask  # Waits for the answer; `prober` does not.
     probe_server: Callable[..., ProbeServer] = ProbeServer
     store_ports: Callable[[], StorePorts] = StorePorts
     event_log: Callable[..., EventLog] = EventLog
@@ -72,5 +51,5 @@ class Edges:
     worker_group: Callable[..., WorkerGroup] = WorkerGroup
     take_stacks: Callable[..., None] = stacks.take
     state_of: Callable[[int], str] = proc.state_of
-    close_file: Callable[[int], None] = os.close
-    seats_per_chunk: int = SEATS_PER_CHUNK
+    close_file: Callable[[int], None] = os.close  # One that a worker has sent.
+    seats_per_chunk: int = SEATS_PER_CHUNK  # Of a roster, on average.
