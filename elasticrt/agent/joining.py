@@ -17,7 +17,7 @@ class JoiningWorkers:
     """The joining workers of one node. It starts and ends no process; its owner does.
 
     Attributes:
-        ranks: local ranks of workers that set up, or have finished that.
+        ranks: local ranks of workers that set up, or have finished that and have no seat yet.
         ending: local ranks whose processes are being ended; they get no new one before that.
         at: when the next try is due; None if nothing has failed.
         beside: the generation that they set up beside, and this node's index in it; None: nothing to set up beside.
@@ -30,10 +30,6 @@ class JoiningWorkers:
         self.beside: tuple[Generation, int] | None = None
         self._wait_s = JOIN_AGAIN_S
 
-    def attend(self, generation: Generation, index: int) -> None:
-        """Set up beside `generation` from now on, in which this node has `index`."""
-        self.beside = (generation, index)
-
     def start(self, workers: int, seated: Collection[int], now: float) -> list[int]:
         """The local ranks to start at `now`, which then count as started: of all `workers`, those not `seated`."""
         if self.beside is None or (self.at is not None and now < self.at):
@@ -42,10 +38,6 @@ class JoiningWorkers:
         missing = [rank for rank in range(workers) if rank not in {*seated, *self.ranks, *self.ending}]
         self.ranks |= set(missing)
         return missing
-
-    def let_in(self, local_rank: int) -> None:
-        """The worker with `local_rank` has got a seat."""
-        self.ranks.discard(local_rank)
 
     def trained(self) -> None:
         """A worker has made its first step in its seat."""

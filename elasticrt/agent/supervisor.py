@@ -339,7 +339,7 @@ class Supervisor:
         """Let workers that this node lacks set up beside `generation`, which goes on in place; its `index` there."""
         if self._state.hung and self._state.running and generation.number > self._state.number:
             self._end_workers()
-        self._joining.attend(generation, index)
+        self._joining.beside = (generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
         """Run `generation` in this node's `seat`, as soon as the one before has ended. `names`: its nodes."""
@@ -504,8 +504,7 @@ class Supervisor:
         self.hangs.began(self._clock.monotonic())
         self._tell_generation(generation, generation.resume.step if generation.resume else 0)
         ranks = self.seating.reseat(generation, seat, chosen)
-        for rank in ranks:
-            self._joining.let_in(rank)
+        self._joining.ranks -= ranks.keys()
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
         self._state = before.went_on(generation, seat, ranks, by_rank, now_ns)
         others = [rank for rank in sorted(group.pids(number)) if rank not in ranks] if number else []

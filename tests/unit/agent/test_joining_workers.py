@@ -8,7 +8,7 @@ from elasticrt.rendezvous.records import Generation
 
 def _beside() -> JoiningWorkers:
     joining = JoiningWorkers()
-    joining.attend(
+    joining.beside = (
         Generation(
             number=3,
             attempt=1,
@@ -52,7 +52,7 @@ def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     assert joining.ended(2, now=2.5) == 0.5, "of workers that were started together all are tried again together"
     assert joining.start(3, {0}, now=2.9) == []
     assert joining.start(3, {0}, now=3.0) == [1, 2]
-    joining.let_in(2)
+    joining.ranks.discard(2)
     assert joining.failed(now=3.5) == 2.0
     waits = []
     now = 5.5
@@ -63,6 +63,6 @@ def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     assert waits[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
     assert set(waits[4:]) == {60.0}
     joining.start(3, {0}, now)
-    joining.let_in(1)
+    joining.ranks.discard(1)
     joining.trained()
     assert joining.failed(now) == 1.0
