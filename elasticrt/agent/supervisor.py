@@ -413,7 +413,7 @@ class Supervisor:
             self.group.release(generation)
         elif self._state.running:
             self._announce_end()
-            deadline = self.group.terminate(grace_s, generation, number)
+            self.group.terminate(generation, number)
         # Polled, because the loop that waits for events does not go round any more: `hurry` empties its queue.
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
@@ -456,7 +456,8 @@ class Supervisor:
             self.group.kill(generation)
         elif self._kill_late is None or self._kill_late[0] != generation:
             self._announce_end()
-            self._kill_late = (generation, self.group.terminate(grace_s, generation))
+            self.group.terminate(generation)
+            self._kill_late = (generation, self._clock.monotonic() + grace_s)
 
     def told_to_leave(self) -> None:
         """Let workers know that this node leaves, and when will be said. Called by a signal handler."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,14 +127,10 @@ class WorkerGroup:
         """Send SIGKILL to workers of `generation`, all or `local_ranks`, and to all processes of their sessions."""
         self._signal(generation, signal.SIGKILL, local_ranks, stops=True)
 
-    def terminate(self, grace_s: float, generation: int, number: int = signal.SIGTERM) -> float:
-        """Send SIGTERM, or `number`, to the main processes of `generation`.
-
-        Returns when to `kill` them: in `grace_s` seconds, by time.monotonic().
-        """
+    def terminate(self, generation: int, number: int = signal.SIGTERM) -> None:
+        """Send SIGTERM, or `number`, to the main processes of `generation`."""
         self._signal(generation, number, (), stops=True)
         self.release(generation)
-        return time.monotonic() + grace_s
 
     def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
         """Send a signal that ends no process to workers of `generation`, all or `local_ranks`."""

@@ -325,12 +325,11 @@ class VirtualGroup:
         self._end(doomed, self.process.sim.plan.kill_s, signal.SIGKILL)
         self._stop(generation, self.process.sim.plan.kill_s)
 
-    def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
+    def terminate(self, generation: int | None = None, number: int = signal.SIGTERM) -> None:
         """See `WorkerGroup`."""
-        after_s = self.process.sim.net.uniform(0.05, min(2.0, grace_s))
+        after_s = self.process.sim.net.uniform(0.05, 2.0)
         self._end(self._of(generation), after_s, signal.SIGTERM)
         self._stop(generation, after_s)
-        return self.process.clock() + grace_s
 
     def _end(self, workers: Sequence[Worker], after_s: float, number: int) -> None:
         for worker in workers:

@@ -177,7 +177,7 @@ def test_term_then_kill(either, tmp_path, until, is_alive):
     either.start(Command(("stay.py",)), tmp_path, 2)
     pids = either.pids(2)
     until(lambda: all((tmp_path / f"ready {n}").exists() for n in (0, 1)), "both workers are ready")
-    either.group.terminate(5.0, either.generation)
+    either.group.terminate(either.generation)
     assert either.wait(WorkerEnded).local_rank == 0
     until((tmp_path / "got it 1").exists, "rank 1 has got its TERM")
     assert is_alive(pids[1])
