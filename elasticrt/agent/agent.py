@@ -19,7 +19,7 @@ from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.doing import doing
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import RIDE_THROUGH_S, EventLoop, Side
+from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
@@ -357,7 +357,6 @@ class Agent(Side):
             token=self.edges.token,
             say=self.console.warn,
             note=log.warning,
-            ride_through_s=RIDE_THROUGH_S,
             seats_per_chunk=self.edges.seats_per_chunk,
         )
         self.probes.start()

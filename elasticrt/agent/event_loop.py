@@ -48,9 +48,6 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 2.0
 
-RIDE_THROUGH_S = 900.0
-"""How long workers train on without etcd."""
-
 OWN_THREADS = "elasticrt-"
 """Prefix of the names of our threads. Errors in other libraries' threads do not concern the member."""
 

@@ -41,7 +41,6 @@ REQUEST_S = 2.0
 
 REQUEST_MAX_BYTES = 8192
 CLIENTS_MAX = 64
-CLOSE_S = 2.0
 
 LIVE, READY, METRICS = "/live", "/ready", "/metrics"
 
@@ -92,7 +91,7 @@ class HealthServer:
     def close(self) -> None:
         """Stop answering: from now on the port refuses."""
         self._server.close()
-        self._thread.close(CLOSE_S)
+        self._thread.close()
 
     def _asked(self, client: Client, request: bytes) -> None:
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 SHORT_S = 0.05
 """The pause before the next accept when the process has no free descriptor."""
 
-CLOSE_S = 2.0
-
 
 @dataclass(eq=False)
 class Client:
@@ -72,7 +70,7 @@ class RequestServer:
 
     def close(self) -> None:
         """Close all connections and the port, before this returns."""
-        self._thread.wait_for(self._stop, CLOSE_S)
+        self._thread.wait_for(self._stop)
 
     def answer(self, client: Client, data: bytes) -> None:
         """Send `data` to a client, if it is still there, and hang up. Some 200 KB fit; the rest is not waited for."""

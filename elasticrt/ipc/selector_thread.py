@@ -15,6 +15,9 @@ from typing import Any
 Action = Callable[[], object]
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
+# A turn takes milliseconds.
+CLOSE_S = 2.0
+
 
 class SelectorThread:
     """One thread with a selector. It runs from its construction until `close`.
@@ -49,7 +52,7 @@ class SelectorThread:
         self._calls.append(action)
         self._wake()
 
-    def wait_for(self, action: Action, timeout_s: float) -> None:
+    def wait_for(self, action: Action, timeout_s: float = CLOSE_S) -> None:
         """Call `action` on the thread and wait for it, at most `timeout_s`. If the thread has ended, call it here."""
         if not self._thread.is_alive():
             action()
@@ -59,7 +62,7 @@ class SelectorThread:
         self.call(done.set)
         done.wait(timeout_s)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the thread after its pending calls and one last read of its files; waits at most `timeout_s`."""
         self._closing = True
         self._wake()

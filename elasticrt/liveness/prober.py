@@ -38,7 +38,6 @@ LINE_MAX_BYTES = 512
 # An answer with the positions of workers has up to a kilobyte for each.
 ANSWER_MAX_BYTES = 1 << 16
 GENERATION_MAX = 2**53
-CLOSE_S = 2.0
 
 Answer = Literal["alive", "dead", "silent"]
 _Said = tuple[Answer, dict[str, Any]]
@@ -245,7 +244,7 @@ class Prober:
 
     def close(self) -> None:
         """Drop the questions under way, and take no more."""
-        self.thread.close(CLOSE_S)
+        self.thread.close()
 
     def _put(self, questions: Sequence[_Question]) -> None:
         self.thread.call(partial(self._begin, questions))

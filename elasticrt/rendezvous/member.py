@@ -38,7 +38,7 @@ from elasticrt.rendezvous.decision import (
     Rejoin,
     Withdraw,
 )
-from elasticrt.rendezvous.outage import Heard, Outage, ride_out
+from elasticrt.rendezvous.outage import RIDE_THROUGH_S, Heard, Outage, ride_out
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Report, Result, Seat, decode, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.registration import Entered
@@ -86,7 +86,6 @@ class Member:
         token: draws 64 random bits, as 16 hex digits.
         say: tells people.
         note: takes what an operator may want to know.
-        ride_through_s: for so long etcd may not answer.
         seats_per_chunk: of the rosters that it writes.
 
     Attributes:
@@ -104,12 +103,11 @@ class Member:
         token: Callable[[], str],
         say: Callable[[str], None],
         note: Callable[[str], None],
-        ride_through_s: float,
         seats_per_chunk: int = SEATS_PER_CHUNK,
     ) -> None:
         self.me = me
         self.lease_id = 0
-        self.outage = Outage(ride_through_s, say)
+        self.outage = Outage(say)
         self.replica = Replica(me.record.node, Keys(run_id), note)
         self._token = token
         self._note = note
@@ -183,7 +181,7 @@ class Member:
         if self.outage.since is None:
             return decide(self.me, self.view, now)
         if self.outage.is_too_long(now):
-            return Halt(f"etcd has not answered for {self.outage.ride_through_s:g} s", EXIT_STORE)
+            return Halt(f"etcd has not answered for {RIDE_THROUGH_S:g} s", EXIT_STORE)
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
     def listens_to(self, now: float) -> Sequence[Seat]:

@@ -17,6 +17,9 @@ from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.requests import Conversation, Pause
 from elasticrt.store.protocol import StoreFull, StoreUnavailable
 
+RIDE_THROUGH_S = 900.0
+"""How long workers train on without etcd. A longer outage ends the member."""
+
 RETRY_S = 0.5
 LISTEN_S = 1.0
 
@@ -34,7 +37,6 @@ class Outage:
     """The state of the way to etcd, as one member sees it. Times are on the member's clock, in seconds.
 
     Args:
-        ride_through_s: a longer outage ends the member.
         say: tells people.
 
     Attributes:
@@ -44,8 +46,7 @@ class Outage:
         retry_at: when to read everything again.
     """
 
-    def __init__(self, ride_through_s: float, say: Callable[[str], None]) -> None:
-        self.ride_through_s = ride_through_s
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._full_since: float | None = None
         self._listen_at = 0.0
@@ -80,7 +81,7 @@ class Outage:
 
     def is_too_long(self, now: float) -> bool:
         """Whether it lasts longer than a run should go on without agreement."""
-        return self.since is not None and now - self.since > self.ride_through_s
+        return self.since is not None and now - self.since > RIDE_THROUGH_S
 
     def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
         """Which of the generation's other `seats` to ask for their generation now: all of them once a second."""
@@ -101,7 +102,7 @@ class Outage:
         if self._full_since is None:
             self._full_since = now
             self._say(f"{error}; workers run on, nothing can be agreed until then")
-        if now - self._full_since > self.ride_through_s:
+        if now - self._full_since > RIDE_THROUGH_S:
             raise error
         return now + RETRY_S
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import RIDE_THROUGH_S, EventLoop, Side
+from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
@@ -87,7 +87,6 @@ class Participant(Side):
             token=edges.token,
             say=log.warning,
             note=log.warning,
-            ride_through_s=RIDE_THROUGH_S,
         )
         self._session = edges.lease_session(store, spec.lease_ttl_s, self.loop.queue.put)
         driver = StoreDriver(store, self.loop.queue.put, edges.clock, grant=self._session.grant, probe=edges.probe)

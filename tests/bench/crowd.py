@@ -107,7 +107,6 @@ class VirtualAgent:
             token=lambda: secrets.token_hex(8),
             say=lambda _: None,
             note=lambda _: None,
-            ride_through_s=60.0,
         )
         self.driver = StoreDriver(
             store, lambda notice: crowd.queue.put((self, notice)), time, grant=lambda: store.grant(crowd.ttl_s)

@@ -68,7 +68,6 @@ class VirtualMember:
             token=self._token,
             say=self.said.append,
             note=self.said.append,
-            ride_through_s=900.0,
             seats_per_chunk=2,  # So that rosters are to be read, as in large runs.
         )
         self.store = self.world.connect()

@@ -113,7 +113,7 @@ def test_the_reason_is_what_the_story_of_the_run_says(
     view = View("alpha", generation=seen, seats={"alpha": SEAT}, roster_nonce=seen.record.nonce)
     record = RECORD.model_copy(update={"draining": draining, "incarnation": SEAT.incarnation})
     me = Me(record=record, spec=SPEC, lease="connected", running=2)
-    noted = member(me, view, Outage(900.0, lambda _: None), 530.0, story=told, told_at=30.0, step=20)
+    noted = member(me, view, Outage(lambda _: None), 530.0, story=told, told_at=30.0, step=20)
     finding = ready(noted, 530.0)
     assert (finding.ok, finding.reason) == (not draining, reason)
     assert (noted.run_id, noted.standing_s, noted.slow) == ("calm-fox", standing_s, slow)
@@ -129,7 +129,7 @@ def test_what_was_lost_while_etcd_is_away_is_told() -> None:
     record = RECORD.model_copy(update={"incarnation": SEAT.incarnation})
     me, outage = (
         Me(record=record, spec=SPEC, lease="suspended", running=2, report=report),
-        Outage(900.0, lambda _: None),
+        Outage(lambda _: None),
     )
     outage.since = 510.0
     finding = ready(member(me, view, outage, 530.0, story=told, told_at=30.0, step=20), 530.0)
@@ -194,7 +194,7 @@ def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
 def test_what_a_member_notes() -> None:
     """A newcomer's notes are its own state: no generation, no ranks, no steps, and since when etcd is away."""
     me = Me(record=RECORD.model_copy(update={"draining": True}), spec=SPEC)
-    outage = Outage(900.0, lambda _: None)
+    outage = Outage(lambda _: None)
     outage.since, outage.alone_since = 48.0, 49.0
     noted = member(me, View("alpha"), outage, 50.0, story=Story(), told_at=50.0, step=None)
     assert (noted.phase, noted.turned_at, noted.etcd_away_s) == ("member", 50.0, 2.0)
@@ -211,12 +211,12 @@ def test_since_when_a_node_hears_nobody() -> None:
         refusing = free.getsockname()[1]
     try:
         other.start()
-        alone = Outage(900.0, lambda _: None)
+        alone = Outage(lambda _: None)
         alone.suspect(time.monotonic())
         assert not alone.listens_to([], time.monotonic())
         assert alone.alone_since is None, "a run of one node has nobody to hear"
         for port, answers in ((refusing, False), (other.port, True)):
-            outage = Outage(900.0, lambda _: None)
+            outage = Outage(lambda _: None)
             outage.suspect(time.monotonic())
             asked = outage.listens_to([_seat(port)], time.monotonic())
             prober.listen(asked, "digits", lambda number: heard.put(Heard(number)))

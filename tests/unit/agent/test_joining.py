@@ -96,9 +96,7 @@ def _agent_joins(store: Troubled) -> str:
     record = MemberRecord(
         node="alpha", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5, port=6, warm=True
     )
-    member = Member(
-        Me(record=record, spec=SPEC), "run", token=lambda: "b" * 16, say=print, note=print, ride_through_s=60.0
-    )
+    member = Member(Me(record=record, spec=SPEC), "run", token=lambda: "b" * 16, say=print, note=print)
     one = Membership(settings, queue.SimpleQueue(), Edges(meet=lambda *_: Meeting(store, (), None, "127.0.0.1")))
     try:
         assert one.open(member) is None

@@ -76,7 +76,6 @@ class One:
             token=lambda: "0" * 16,
             say=lambda _: None,
             note=lambda _: None,
-            ride_through_s=60.0,
         )
         self.driver = StoreDriver(self.store, self.notices.append, Standing(), grant=lambda: self.store.grant(60.0))
         how = Joining(60.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))

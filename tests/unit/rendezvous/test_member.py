@@ -23,7 +23,7 @@ EMPTY = RangeRead((), 1, "store")
 def _member(said: list[str]) -> Member:
     record = MemberRecord(node="n0", incarnation="a" * 16, address="127.0.0.1", pid=1, workers=1, probe_port=1, port=2)
     me = Me(record=record, spec=SPEC)
-    return Member(me, "run", token=lambda: "b" * 16, say=said.append, note=said.append, ride_through_s=60.0)
+    return Member(me, "run", token=lambda: "b" * 16, say=said.append, note=said.append)
 
 
 def test_a_newcomer_asks_for_a_lease_looks_around_and_registers() -> None:
@@ -99,7 +99,7 @@ def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     assert member.failed(StoreUnavailable("silence"), 10.0) == 10.5
     assert not member.outage.is_due(10.4)
     assert member.outage.is_due(10.5)
-    assert member.decide(70.1) == Halt("etcd has not answered for 60 s", EXIT_STORE)
+    assert member.decide(910.1) == Halt("etcd has not answered for 900 s", EXIT_STORE)
     member.outage.end(11.0)
     member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
     assert member.me.lease == "suspended"
@@ -114,9 +114,9 @@ def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
     assert member.failed(StoreFull("no space"), 10.5) == 11.0
     assert len(said) == 1
     with pytest.raises(StoreFull):
-        member.failed(StoreFull("no space"), 70.1)
+        member.failed(StoreFull("no space"), 910.1)
     member.outage.not_full()
-    assert member.failed(StoreFull("no space"), 80.0) == 80.5
+    assert member.failed(StoreFull("no space"), 920.0) == 920.5
 
 
 def test_a_life_that_was_left_out_is_followed_by_another() -> None:
