@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from elasticrt.ipc.flights import read
-from elasticrt.ipc.typed import typed
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
@@ -74,19 +73,6 @@ class Position:
     def __post_init__(self) -> None:
         """Cut a place that is too long: another agent may have sent it."""
         object.__setattr__(self, "place", cut(self.place, PLACE_MAX_BYTES))
-
-    def to_json(self) -> list[int | float | bool | str]:
-        """The attributes in their order, as they travel."""
-        return list(astuple(self))
-
-
-def from_json(found: object) -> Position:
-    """The reverse of `to_json`. Raises ValueError for anything else."""
-    try:
-        values = found if isinstance(found, list) else []
-        return typed(Position, dict(zip(Position.__dataclass_fields__, values, strict=True)))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not a position: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from elasticrt import events
@@ -38,7 +38,7 @@ from elasticrt.ipc.time_bounds import (
     STANDING_IN_PLACE_S,
 )
 from elasticrt.ipc.typed import typed
-from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, from_json
+from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import STANDING_FACTOR, STANDING_S, Idle, Sight, StallDetector, Stand, Stopped
 from elasticrt.liveness.straggler import Comparison, Waits
@@ -249,7 +249,7 @@ class HangMonitor:
             replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page)) for each, page in known
         )
         self._aged_at = time.monotonic()
-        self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
+        self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **self._found}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
@@ -282,7 +282,7 @@ class HangMonitor:
         if not self.positions:
             return
         own = self._settings.node
-        by_node: dict[str, Sequence[Position]] = {own: self.positions, **dict(_positions(others))}
+        by_node: dict[str, Sequence[Position]] = {own: self.positions, **dict(positions_in(others))}
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
         alone = len(nodes) == self._settings.workers == 1
@@ -450,13 +450,13 @@ def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, W
                 yield each[0], Waits(node, each[1], each[2])
 
 
-def _positions(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:
-    """The positions in other agents' answers, by node."""
+def positions_in(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:
+    """The positions in other agents' answers, by node. An answer with anything malformed is left out."""
     for node, fields in by_node.items():
         said = fields.get("workers")
         try:
-            yield node, [from_json(each) for each in said] if isinstance(said, list) else []
-        except ValueError as error:
+            yield node, [typed(Position, dict(each)) for each in said] if isinstance(said, list) else []
+        except (TypeError, ValueError) as error:
             log.warning("the positions of the workers of %s cannot be read: %s", node, error)
 
 

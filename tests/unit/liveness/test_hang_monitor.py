@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +20,14 @@ from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, StatusPage
-from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
+from elasticrt.liveness.culprit import Position
+from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, positions_in, where
 from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
 from tests.unit.settings import settings_of
+
+WAITS = asdict(Position(1, 5, 4.0, True, "S", "collective", "train.py:9 in f", begun=3))
+"""What the other node says of its worker: it waits in a collective."""
 
 
 @pytest.mark.parametrize(
@@ -140,8 +144,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
     page.entered, page.stepping = 6, 1
     group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
-    waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
-    others = {"n1": {"workers": [waits]}}
+    others = {"n1": {"workers": [WAITS]}}
 
     monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[0.0])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
@@ -204,13 +207,21 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     began = time.monotonic()
     monitor.look_closer(began, [page], group, 2, ask_s=[0.0, 2.0])
     monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
-    waits = {"workers": [[1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]]}
+    waits = {"workers": [WAITS]}
     named = []
     for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
         monitor.is_to_ask(began + asked_at, first=True)
         monitor.blame(2, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
+
+
+@pytest.mark.parametrize("wrong", [None, {}, [], 1, "x" * 8, {**WAITS, "rank": "1"}, {**WAITS, "more": 1}])
+def test_what_another_agent_says_is_checked(wrong: object) -> None:
+    """An answer with anything but positions is refused, and a position arrives as it is."""
+    there = Position(3, 5, 4.0, True, "S", "loader", "train.py:9 in f", begun=3)
+    said = json.loads(json.dumps({"workers": [asdict(there)]}))
+    assert dict(positions_in({"n1": said, "n2": {"workers": [wrong]}, "n3": {}})) == {"n1": [there], "n3": []}
 
 
 @pytest.mark.parametrize("entered", [6, 0], ids=["with a Loop", "without"])
@@ -220,7 +231,7 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
     page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
     monitor._say = said.append
     group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
-    waits = {"workers": [[1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]]}
+    waits = {"workers": [WAITS]}
 
     def step(number: int, at: float) -> None:
         page.step_at_ns, page.step, page.entered, page.stepping = int(at * 1e9), number, number + 1, 1
