@@ -310,13 +310,14 @@ class Supervisor:
         """
         if not self._state.running or generation != self._state.number:
             return
+        now = self._clock.monotonic()
         said = {node: each for node, each in others.items() if each.get("generation") == generation}
         if not self.is_first:
             for answer in said.values():
-                self.hangs.hear(generation, answer)
+                self.hangs.hear(now, generation, answer)
             return
         reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
-        self.hangs.blame(generation, nodes, said, reached)
+        self.hangs.blame(now, generation, nodes, said, reached)
         self.hangs.compare(generation, said)
 
     def saving_s(self) -> float:

@@ -56,9 +56,7 @@ class Position:
     """The position of one rank."""
 
     rank: int  # Its global rank.
-    # `step`: its last finished step; `age_s`: seconds since then.
-    step: int
-    age_s: float
+    step: int  # Its last finished step.
     stepping: bool  # Whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
     state: str  # The kernel's letter for its main thread.
     # "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save", "code", or ""

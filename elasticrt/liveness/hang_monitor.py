@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -106,8 +105,7 @@ class HangMonitor:
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._blamed_step = 0, ""  # The step and the reason of the last finding.
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
-        self._aged_at = 0.0  # When the ages of the positions were taken.
-        self._last_at = 0.0  # When the newest step had ended, at the last look at this.
+        self._last_at = 0.0  # When the newest step had ended, at the last closer look for one.
         self._told_of: int | None = None  # The step after which none came, as people were told.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
@@ -215,7 +213,6 @@ class HangMonitor:
             return Position(
                 rank=ranks[local_rank],
                 step=step_of(page),
-                age_s=age_of(page),
                 stepping=bool(page.stepping or not page.entered),
                 state=self._state_of(pid),
                 doing=what,
@@ -226,7 +223,7 @@ class HangMonitor:
 
         known = pages.keys() & ranks.keys()
         self.positions = tuple(position(rank, lines) for rank, lines in stacks.lines.items() if rank in known)
-        self._waits_at, self._aged_at = 0.0, time.monotonic()
+        self._waits_at = 0.0
 
     def is_to_ask(self, now: float, *, first: bool) -> bool:
         """Whether to ask other nodes about their workers `now`: after each closer look at this node's workers, and on
@@ -245,10 +242,7 @@ class HangMonitor:
         by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
-        self.positions = tuple(
-            replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page)) for each, page in known
-        )
-        self._aged_at = time.monotonic()
+        self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
         self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **self._found}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
@@ -267,12 +261,13 @@ class HangMonitor:
 
     def blame(
         self,
+        now: float,
         generation: int,
         nodes: Mapping[str, str],
         others: Mapping[str, Mapping[str, object]],
         reached: Mapping[str, str],
     ) -> None:
-        """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
+        """Report at `now` for which ranks the others wait, unless they are in a pause that is hardly longer than usual.
 
         Args:
             nodes: the addresses of the generation's nodes.
@@ -289,32 +284,29 @@ class HangMonitor:
         if alone and not (self._looped and (self._pace.first or self._stand.times > 1)):
             # A script without a Loop may evaluate between two steps, and a first step may take long.
             by_node[own] = [replace(each, stepping=False) for each in self.positions]
-        culprit, age_s = find(by_node, silent, names, own, again=bool(self._stand.asks), alone=alone), self._age_s()
+        culprit = find(by_node, silent, names, own, again=bool(self._stand.asks), alone=alone)
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
+        age_s = now - self._last_at
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
-            self._tell(generation, replace(culprit, step=self._own_step()))
+            self._tell(now, generation, replace(culprit, step=self._own_step()))
 
-    def hear(self, generation: int, answer: Mapping[str, object]) -> None:
-        """Report what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still here."""
+    def hear(self, now: float, generation: int, answer: Mapping[str, object]) -> None:
+        """Report at `now` what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still."""
         found = answer.get("culprit")
         if not self.positions or not isinstance(found, dict):
             return
         try:
-            self._tell(generation, typed(Culprit, found))
+            self._tell(now, generation, typed(Culprit, found))
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
-
-    def _age_s(self) -> float:
-        """Seconds without a step, until now."""
-        return max(each.age_s for each in self.positions) + time.monotonic() - self._aged_at
 
     def _own_step(self) -> int:
         return min(each.step for each in self.positions)
 
-    def _tell(self, generation: int, culprit: Culprit) -> None:
+    def _tell(self, now: float, generation: int, culprit: Culprit) -> None:
         self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
         self._blamed_step = self._own_step(), culprit.reason
-        age_s, step = self._age_s(), culprit.step
+        age_s, step = now - self._last_at, culprit.step
         self._told_of = step
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
@@ -322,7 +314,6 @@ class HangMonitor:
             self._events.write(
                 events.Culprit(generation, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
             )
-        now = time.monotonic()
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
             self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
@@ -421,11 +412,6 @@ def last_ns(page: StatusPage) -> int:
 def step_of(page: StatusPage) -> int:
     """The last step that a worker has done, or begins after; without a Loop the number of its optimizers' steps."""
     return page.entered - 1 if page.entered else page.beats
-
-
-def age_of(page: StatusPage) -> float:
-    """Seconds, in tenths, since the wait for a worker's next step began."""
-    return round(max(0, time.monotonic_ns() - last_ns(page)) / 1e9, 1)
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:

@@ -110,7 +110,7 @@ def test_what_a_stack_says(frames: list[str], expected: tuple[str, str]) -> None
 
 
 def _at(rank: int, doing: str = "gradients", *, begun: int = 9, state: str = "S", **more: object) -> Position:
-    fields = {"step": 25, "age_s": 5.0, "stepping": True, "place": f"train.py:{len(doing)} in f", **more}
+    fields = {"step": 25, "stepping": True, "place": f"train.py:{len(doing)} in f", **more}
     return Position(rank=rank, doing=doing, begun=begun, state=state, **fields)
 
 

@@ -26,7 +26,7 @@ from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
 from tests.unit.settings import settings_of
 
-WAITS = asdict(Position(1, 5, 4.0, True, "S", "collective", "train.py:9 in f", begun=3))
+WAITS = asdict(Position(1, 5, True, "S", "collective", "train.py:9 in f", begun=3))
 """What the other node says of its worker: it waits in a collective."""
 
 
@@ -149,24 +149,24 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[0.0])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     assert monitor.is_to_ask(time.monotonic(), first=True)
-    page.step_at_ns -= 10**9  # As if a second had passed since.
-    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
+    later = time.monotonic() + 1
+    monitor.look_at_waits(later, {0: 0}, [page])
     for _ in range(2):
-        monitor.blame(2, {"n0": "", "n1": ""}, others, {})
+        monitor.blame(later, 2, {"n0": "", "n1": ""}, others, {})
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
 
-    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
+    monitor.look_at_waits(later, {0: 0}, [page])
     found = kept.pop()
     answer = json.loads(json.dumps(monitor.said))
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
-        monitor.hear(2, said)
+        monitor.hear(later, 2, said)
     assert kept == [], "this node has said so itself"
     monitor.began(0.0)
     monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[4.5])
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
-    monitor.hear(2, answer)
-    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
+    monitor.hear(later, 2, answer)
+    monitor.look_at_waits(later, {0: 0}, [page])
     assert json.loads(json.dumps(monitor.said))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
@@ -211,7 +211,7 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     named = []
     for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
         monitor.is_to_ask(began + asked_at, first=True)
-        monitor.blame(2, {"n0": "", "n1": "", "n2": ""}, others, {})
+        monitor.blame(began + asked_at, 2, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
 
@@ -219,7 +219,7 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
 @pytest.mark.parametrize("wrong", [None, {}, [], 1, "x" * 8, {**WAITS, "rank": "1"}, {**WAITS, "more": 1}])
 def test_what_another_agent_says_is_checked(wrong: object) -> None:
     """An answer with anything but positions is refused, and a position arrives as it is."""
-    there = Position(3, 5, 4.0, True, "S", "loader", "train.py:9 in f", begun=3)
+    there = Position(3, 5, True, "S", "loader", "train.py:9 in f", begun=3)
     said = json.loads(json.dumps({"workers": [asdict(there)]}))
     assert dict(positions_in({"n1": said, "n2": {"workers": [wrong]}, "n3": {}})) == {"n1": [there], "n3": []}
 
@@ -244,7 +244,7 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
         if number == 5:
             monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
             assert monitor.is_to_ask(began, first=True)
-            monitor.blame(2, {"n0": "", "n1": ""}, {"n1": waits}, {})
+            monitor.blame(began, 2, {"n0": "", "n1": ""}, {"n1": waits}, {})
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
     assert kept[1] == events.GoesOn(2, 5)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
@@ -272,7 +272,7 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
         monitor.look_closer(looked_at, [page], group, 2, ask_s=[0.0])
         monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
         assert monitor.is_to_ask(looked_at, first=True)
-        monitor.blame(2, {"n0": ""}, {}, {})
+        monitor.blame(looked_at, 2, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
 
