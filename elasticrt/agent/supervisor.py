@@ -109,7 +109,11 @@ class Supervisor:
         self.seating = Seating(settings, self.group, edges)
         self.pages = WorkerPages(self.group)
         self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)
-        self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
+        self.hangs = HangMonitor(
+            settings, put, event_log, say,
+            group=self.group, state=lambda: self._state, look=lambda: self.pages.of(self._state),
+            take=edges.take_stacks, state_of=edges.state_of,
+        )  # fmt: skip
 
     def open(self) -> None:
         """Start the worker parent. It imports what the workers need while the agents are still meeting."""
@@ -204,16 +208,14 @@ class Supervisor:
         pages, state = self.pages.of(self._state), self._state
         # Until all have come to the agreed step it is expected of them, and a hang keeps them from it.
         held = self._waits or (bool(state.holding) and all(page.step >= state.going for page in pages))
-        self.hangs.look(now, pages, held=held)
+        self.hangs.look(now, held=held)
         self._end_stopped(now)
-        if self._state.failed_at is None and self._state.running:
-            number = self._state.number
-            if not held:
-                if self.hangs.look_closer(now, self.pages.of(self._state), self.group, number, ask_s=self._ask_s):
-                    self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
-                self.hangs.ask_if_stalled(now, self.group, number)
+        if self._state.failed_at is None and self._state.running and not held:
+            if self.hangs.look_closer(now, ask_s=self._ask_s):
+                self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
+            self.hangs.ask_if_stalled(now)
         self._look_for_laggards(now, elsewhere)
-        self.hangs.look_at_waits(now, self._state.ranks, self.pages.of(self._state))
+        self.hangs.look_at_waits(now)
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers that were given time to end, and have used it up."""
@@ -237,7 +239,7 @@ class Supervisor:
         self._late_at = None if age_s >= limit_s else now + limit_s - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
         if late and self._late_at is not None:
-            self.hangs.ask(self.group, Stacks("late", state.number, 0, age_s, False), late)
+            self.hangs.ask(Stacks("late", state.number, 0, age_s, False), late)
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {limit_s:g} s"
             self._say(f"{text}: they are ended")
@@ -258,7 +260,7 @@ class Supervisor:
             step = self.progress.step()
             where = f"in generation {state.number}{f' after step {step}' if step is not None else ''}"
             failure = stopped([state.ranks[rank] for rank in late], node=self._settings.node, where=where)
-            self._events.write(self.hangs.stood(now, state.number))
+            self._events.write(self.hangs.stood(now))
             self._end_frozen(state.number, late, failure)
             self._failed(failure)
 
@@ -314,11 +316,11 @@ class Supervisor:
         said = {node: each for node, each in others.items() if each.get("generation") == generation}
         if not self.is_first:
             for answer in said.values():
-                self.hangs.hear(now, generation, answer)
+                self.hangs.hear(now, answer)
             return
         reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
-        self.hangs.blame(now, generation, nodes, said, reached)
-        self.hangs.compare(generation, said)
+        self.hangs.blame(now, nodes, said, reached)
+        self.hangs.compare(said)
 
     def saving_s(self) -> float:
         """How long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: unknown."""
@@ -331,8 +333,8 @@ class Supervisor:
         ended = [f"rank {rank}" for rank in state.well] + [f"those on {node}" for node in elsewhere]
         concerned = state.generation is not None and state.running and state.failed_at is None and bool(ended)
         pids = self.group.pids(state.number) if concerned else {}
-        left = [rank for rank in pids if state.ranks.get(rank) not in state.well]
-        self.hangs.ask_if_waited_for(now, self.group, state.number, ended, left)
+        left = {rank: pid for rank, pid in pids.items() if state.ranks.get(rank) not in state.well}
+        self.hangs.ask_if_waited_for(now, ended, left)
 
     # Decisions.
 
@@ -593,13 +595,11 @@ class Supervisor:
         """
         state = self._state
         if event.why == "closer":
-            if self._is_current(event):
-                pages = dict(zip(sorted(state.seated), self.pages.of(state), strict=False))
-                self.hangs.placed(event, state.ranks, pages, self.group.pids(state.number))
+            self.hangs.placed(event)
             return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return
-        failure = self.hangs.report(event, state.ranks)
+        failure = self.hangs.report(event)
         if failure is not None:
             self._state = replace(state, failures=(failure,), failed_at=self._clock.monotonic())
             self.progress.disturbed()

@@ -44,6 +44,7 @@ from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
+from elasticrt.workers.group_state import GroupState
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class HangMonitor:
     Args:
         put: takes `Stacks`, on another thread, as events for `placed` and `report`.
         say: prints a line for the user.
+        group: the workers.
+        state: tells what they are in.
+        look: returns the pages of all that run, by local rank.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for the state of a process, as `proc.state_of`.
     """
@@ -70,9 +74,13 @@ class HangMonitor:
         event_log: EventLog,
         say: Callable[[str], None],
         *,
+        group: WorkerGroup,
+        state: Callable[[], GroupState],
+        look: Callable[[], Sequence[StatusPage]],
         take: Callable[..., None],
         state_of: Callable[[int], str],
     ) -> None:
+        self._group, self._state, self._look = group, state, look
         self._take = take
         self._state_of = state_of
         self._settings = settings
@@ -121,13 +129,14 @@ class HangMonitor:
         times = (self._look_at or self._idle_until, self._idle_look_at, *self._stand.asks, self._stopped_look_at)
         return [at for at in times if at is not None]
 
-    def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
+    def look(self, now: float, *, held: bool) -> None:
         """Look at the pages of all running workers, if it is time `now`.
 
         `held`: the workers stop after their step for a handover, so no step is expected.
         """
         if self._look_at is not None and now < self._look_at:
             return
+        pages = self._look()
         self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
         paused_ns = max((page.pause_ns for page in pages), default=0)
@@ -161,16 +170,15 @@ class HangMonitor:
         self._stopped_look_at = now + LOOK_S if pids else None
         return self._stopped.over(now)
 
-    def stood(self, now: float, generation: int) -> events.Stalled:
-        """The event about workers of `generation` that a signal has stopped, as of `now`."""
+    def stood(self, now: float) -> events.Stalled:
+        """The event about workers that a signal has stopped, as of `now`."""
         age_s = round(now - self._pace.since, 1) if self._pace.step else 0.0
-        return events.Stalled(generation, self._pace.step, age_s, True, {})
+        return events.Stalled(self._state().number, self._pace.step, age_s, True, {})
 
-    def look_closer(
-        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: Iterable[float]
-    ) -> bool:
+    def look_closer(self, now: float, *, ask_s: Iterable[float]) -> bool:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`; `ask_s` later it is time
         to ask other nodes, each time. Returns whether there is a step again."""
+        pages, generation = self._look(), self._state().number
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return False
@@ -187,8 +195,8 @@ class HangMonitor:
                 self._goes_on(generation, max(at) - self._last_at)
         self._last_at = max(at)
         if self._stand.times > before.times:
-            group.look(generation)
-            self.ask(group, Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
+            self._group.look(generation)
+            self.ask(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
         return before.times > 0 and before.step != step
 
     def _goes_on(self, generation: int, stood_s: float) -> None:
@@ -198,15 +206,13 @@ class HangMonitor:
             self._say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
         self._told_of = None
 
-    def placed(
-        self, stacks: Stacks, ranks: Mapping[int, int], pages: Mapping[int, StatusPage], pids: Mapping[int, int]
-    ) -> None:
-        """Note the positions of the workers from the `stacks` of `look_closer`.
-
-        `ranks` has global ranks; `ranks`, `pages` and `pids` are by local rank.
-        """
-        if not self._stand.times:
-            return  # The steps go on again.
+    def placed(self, stacks: Stacks) -> None:
+        """Note the positions of the workers from the `stacks` of `look_closer`, unless the steps go on again."""
+        state = self._state()
+        if not self._stand.times or not state.running or stacks.generation != state.number:
+            return
+        ranks, pids = state.ranks, self._group.pids(state.number)
+        pages = dict(zip(sorted(state.seated), self._look(), strict=False))
 
         def position(local_rank: int, lines: Sequence[str]) -> Position:
             page, pid, (what, place) = pages[local_rank], pids.get(local_rank, 0), doing(main_thread(lines))
@@ -234,18 +240,19 @@ class HangMonitor:
         before, self._stand = self._stand, self._stand.asked(now)
         return before != self._stand and bool(self.positions)
 
-    def look_at_waits(self, now: float, ranks: Mapping[int, int], pages: Sequence[StatusPage]) -> None:
-        """Renew `said`, if it is time `now`. `ranks`: global ranks by local rank, in the order of `pages`."""
+    def look_at_waits(self, now: float) -> None:
+        """Renew `said`, if it is time `now`."""
         if now < self._waits_at:
             return
         self._waits_at = now + LOOK_IDLE_S
-        by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
+        state = self._state()
+        by_rank = dict(zip((state.ranks[each] for each in sorted(state.seated)), self._look(), strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
         self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **self._found}
 
-    def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
+    def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
@@ -255,14 +262,13 @@ class HangMonitor:
             return
         found = self.comparison.found if self.comparison.is_certain else None
         node, own_s, others_s = (found.node, found.own_s, found.others_s) if found is not None else ("", 0.0, 0.0)
-        self._events.write(events.Straggler(generation, step, node, round(own_s, 4), round(others_s, 4)))
+        self._events.write(events.Straggler(self._state().number, step, node, round(own_s, 4), round(others_s, 4)))
         if found is not None:
             self._say(found.reason)
 
     def blame(
         self,
         now: float,
-        generation: int,
         nodes: Mapping[str, str],
         others: Mapping[str, Mapping[str, object]],
         reached: Mapping[str, str],
@@ -288,22 +294,22 @@ class HangMonitor:
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         age_s = now - self._last_at
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
-            self._tell(now, generation, replace(culprit, step=self._own_step()))
+            self._tell(now, replace(culprit, step=self._own_step()))
 
-    def hear(self, now: float, generation: int, answer: Mapping[str, object]) -> None:
+    def hear(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still."""
         found = answer.get("culprit")
         if not self.positions or not isinstance(found, dict):
             return
         try:
-            self._tell(now, generation, typed(Culprit, found))
+            self._tell(now, typed(Culprit, found))
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
 
     def _own_step(self) -> int:
         return min(each.step for each in self.positions)
 
-    def _tell(self, now: float, generation: int, culprit: Culprit) -> None:
+    def _tell(self, now: float, culprit: Culprit) -> None:
         self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
         self._blamed_step = self._own_step(), culprit.reason
         age_s, step = now - self._last_at, culprit.step
@@ -311,9 +317,10 @@ class HangMonitor:
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
-            self._events.write(
-                events.Culprit(generation, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
+            written = events.Culprit(
+                self._state().number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason
             )
+            self._events.write(written)
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
             self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
@@ -322,49 +329,47 @@ class HangMonitor:
         """See `StallDetector.standing_since`."""
         return self._pace.standing_since(now)
 
-    def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
+    def ask_if_stalled(self, now: float) -> None:
         """Take stacks at `now` after half of the limit of a stall, after all of it, and in a pause of that length."""
+        generation = self._state().number
         paused_s = now - self._paused_since if self._paused_since is not None else 0.0
         if 0 < self._hang_s <= paused_s and not self._told_pause:
             self._told_pause = True
-            self.ask(group, Stacks("paused", generation, self._pace.step, paused_s, False))
+            self.ask(Stacks("paused", generation, self._pace.step, paused_s, False))
             return
         for part in (1.0, WARN_PART):
             age_s = self._pace.stalled_s(now, part=part) if self._looped else None
             if age_s is not None and self._asked < (self._pace.step, part):
                 self._asked = (self._pace.step, part)
-                self.ask(group, Stacks("stalled", generation, self._pace.step, age_s, part == 1.0))
+                self.ask(Stacks("stalled", generation, self._pace.step, age_s, part == 1.0))
                 return
 
-    def ask_if_waited_for(
-        self, now: float, group: WorkerGroup, generation: int, ended: Sequence[str], left: Sequence[int]
-    ) -> None:
-        """Look at `now` at the workers that run on: `left`, by local rank. `ended` describes those that have ended."""
+    def ask_if_waited_for(self, now: float, ended: Sequence[str], left: Mapping[int, int]) -> None:
+        """Look at `now` at the workers that run on after those that `ended` names: `left` are pids by local rank."""
         if not ended or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
             self._idle_look_at = now + LOOK_IDLE_S
-            pids = group.pids(generation)
-            used_s = cpu_s(pids[rank] for rank in left if rank in pids)
+            used_s = cpu_s(left.values())
             before = self._idle or Idle(now, used_s, now)
             self._idle = before.looked(used_s, now, self._hang_s)
             over = self._idle.over and not before.over
             if over or (self._idle.said and not before.said):
                 age_s = now - (before.idle_since if over else before.since)
                 who = " and ".join(ended)
-                self.ask(group, Stacks("waited_for", generation, 0, age_s, over, ended=who), left)
+                self.ask(Stacks("waited_for", self._state().number, 0, age_s, over, ended=who), left)
 
-    def ask(self, group: WorkerGroup, blank: Stacks, local_ranks: Sequence[int] = ()) -> None:
+    def ask(self, blank: Stacks, local_ranks: Collection[int] = ()) -> None:
         """Ask all workers of a generation, or `local_ranks`, for their stacks. `blank`: the answer without lines."""
-        generation, pids = blank.generation, group.pids(blank.generation)
+        group, generation, pids = self._group, blank.generation, self._group.pids(blank.generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
         self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
-    def report(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
-        """Report `stacks`. Returns the failure, if they are final. `ranks`: global ranks by local rank."""
+    def report(self, stacks: Stacks) -> Failure | None:
+        """Report `stacks`. Returns the failure, if they are final."""
         if (stacks.why == "stalled" and stacks.step != self._pace.step) or not stacks.lines:
             return None  # The steps go on again, or the workers have ended meanwhile.
-        node, generation = self._settings.node, stacks.generation
+        node, generation, ranks = self._settings.node, stacks.generation, self._state().ranks
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
         message = report(stacks, lines)

@@ -24,10 +24,21 @@ from elasticrt.liveness.culprit import Position
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, positions_in, where
 from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
+from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
 
 WAITS = asdict(Position(1, 5, True, "S", "collective", "train.py:9 in f", begun=3))
 """What the other node says of its worker: it waits in a collective."""
+
+
+def of_one(page: StatusPage | None = None, *, rank: int = 0) -> dict[str, Any]:
+    """What a monitor is given of one worker, this process, which runs in generation 2."""
+    return {
+        "group": SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page),
+        "state": lambda: GroupState(2, running=True, seated=frozenset([0]), ranks={0: rank}),
+        "look": lambda: [page],
+        "state_of": lambda _: "S",
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,12 +125,12 @@ def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
     event_log = EventLog("n0", None)
     event_log.follow(lambda record: kept.append(record.event))
     monitor = HangMonitor(
-        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, **of_one(rank=3), take=lambda *_: None
     )
     stacks = Stacks("waited_for", 2, 0, 12.0, False, {0: ("  File a.py",)}, ended="rank 1")
-    assert monitor.report(stacks, {0: 3}) is None
+    assert monitor.report(stacks) is None
     assert kept == []
-    assert monitor.report(replace(stacks, final=True), {0: 3}) is not None
+    assert monitor.report(replace(stacks, final=True)) is not None
     assert kept == [events.Stalled(2, 0, 12.0, True, {"3": ("  File a.py",)})]
 
 
@@ -139,79 +150,78 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     def take(_workers: object, _signal: object, put: object, blank: Stacks) -> None:
         stacks.put(replace(blank, lines={0: (line,)}))
 
-    monitor = HangMonitor(settings, stacks.put, event_log, lambda _: None, take=take, state_of=lambda _: "S")
     page = StatusPage(StatusPage.create())
+    monitor = HangMonitor(settings, stacks.put, event_log, lambda _: None, **of_one(page), take=take)
     page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
     page.entered, page.stepping = 6, 1
-    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     others = {"n1": {"workers": [WAITS]}}
 
-    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[0.0])
-    monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    monitor.look_closer(time.monotonic(), ask_s=[0.0])
+    monitor.placed(stacks.get(timeout=10))
     assert monitor.is_to_ask(time.monotonic(), first=True)
     later = time.monotonic() + 1
-    monitor.look_at_waits(later, {0: 0}, [page])
+    monitor.look_at_waits(later)
     for _ in range(2):
-        monitor.blame(later, 2, {"n0": "", "n1": ""}, others, {})
+        monitor.blame(later, {"n0": "", "n1": ""}, others, {})
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
 
-    monitor.look_at_waits(later, {0: 0}, [page])
+    monitor.look_at_waits(later)
     found = kept.pop()
     answer = json.loads(json.dumps(monitor.said))
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
-        monitor.hear(later, 2, said)
+        monitor.hear(later, said)
     assert kept == [], "this node has said so itself"
     monitor.began(0.0)
-    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=[4.5])
-    monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
-    monitor.hear(later, 2, answer)
-    monitor.look_at_waits(later, {0: 0}, [page])
+    monitor.look_closer(time.monotonic(), ask_s=[4.5])
+    monitor.placed(stacks.get(timeout=10))
+    monitor.hear(later, answer)
+    monitor.look_at_waits(later)
     assert json.loads(json.dumps(monitor.said))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
 
 
-def monitor_of_one_that_is_stuck(directory: Path) -> tuple[HangMonitor, queue.SimpleQueue[Stacks], list[Any]]:
+def monitor_of_one_that_is_stuck(
+    directory: Path, page: StatusPage
+) -> tuple[HangMonitor, queue.SimpleQueue[Stacks], list[Any]]:
     """A monitor to which each look shows the same line, the stacks that it takes, and the events that it writes."""
     event_log, kept = EventLog("n0", None), []
     event_log.follow(lambda record: kept.append(record.event))
     found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
     lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
     monitor = HangMonitor(
-        settings_of(directory), found.put, event_log, lambda _: None,
-        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)), state_of=lambda _: "S",
+        settings_of(directory), found.put, event_log, lambda _: None, **of_one(page),
+        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)),
     )  # fmt: skip
     return monitor, found, kept
 
 
 def test_the_end_of_a_stand_is_seen_at_the_next_look(tmp_path: Path) -> None:
     """Once, with the first step after it; a step like any other is none."""
-    monitor, _, _ = monitor_of_one_that_is_stuck(tmp_path)
     page, now = StatusPage(StatusPage.create()), time.monotonic()
+    monitor, _, _ = monitor_of_one_that_is_stuck(tmp_path, page)
     page.stepping = 1
-    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     seen = []
     for after_s, step, age_s in ((0.0, 4, 0.0), (1.0, 5, 0.0), (5.0, 5, 4.0), (6.0, 6, 0.0), (6.3, 7, 0.0)):
         page.step, page.entered, page.step_at_ns = step, step + 1, int((now + after_s - age_s) * 1e9)
-        seen.append(monitor.look_closer(now + after_s, [page], group, 2, ask_s=[0.0]))
+        seen.append(monitor.look_closer(now + after_s, ask_s=[0.0]))
     assert seen == [False, False, False, True, False]
 
 
 def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
     """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
     page = StatusPage(StatusPage.create())
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
-    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     began = time.monotonic()
-    monitor.look_closer(began, [page], group, 2, ask_s=[0.0, 2.0])
-    monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    monitor.look_closer(began, ask_s=[0.0, 2.0])
+    monitor.placed(found.get(timeout=10))
     waits = {"workers": [WAITS]}
     named = []
     for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
         monitor.is_to_ask(began + asked_at, first=True)
-        monitor.blame(began + asked_at, 2, {"n0": "", "n1": "", "n2": ""}, others, {})
+        monitor.blame(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
 
@@ -227,10 +237,9 @@ def test_what_another_agent_says_is_checked(wrong: object) -> None:
 @pytest.mark.parametrize("entered", [6, 0], ids=["with a Loop", "without"])
 def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) -> None:
     """Once, with how long none was made, by an event and a sentence; nothing is said of one that was not told."""
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
     page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
     monitor._say = said.append
-    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     waits = {"workers": [WAITS]}
 
     def step(number: int, at: float) -> None:
@@ -240,11 +249,11 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
 
     for number, at in ((5, began - 4), (6, began + 8), (7, began + 8.1)):
         step(number, at)
-        monitor.look_closer(max(began, at), [page], group, 2, ask_s=[0.0])
+        monitor.look_closer(max(began, at), ask_s=[0.0])
         if number == 5:
-            monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+            monitor.placed(found.get(timeout=10))
             assert monitor.is_to_ask(began, first=True)
-            monitor.blame(began, 2, {"n0": "", "n1": ""}, {"n1": waits}, {})
+            monitor.blame(began, {"n0": "", "n1": ""}, {"n1": waits}, {})
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
     assert kept[1] == events.GoesOn(2, 5)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
@@ -260,19 +269,18 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
 )
 def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, named: list[tuple[int, ...]]) -> None:
     """Where a step of its Loop does not end; a first step is given until the second look."""
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path)
     page, now = StatusPage(StatusPage.create()), time.monotonic()
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
     page.entered, page.stepping, page.restored_at_ns = entered, int(entered > 0), int((now - 6) * 1e9)
     page.beat_at_ns, page.beats = (0, 0) if entered else (int((now - 6) * 1e9), 5)
     page.step, page.step_at_ns = (5, int((now - 6) * 1e9)) if entered and made else (0, 0)
-    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     seen = []
     for looked_at in (now, now + 10):
-        monitor.look(looked_at, [page], held=False)
-        monitor.look_closer(looked_at, [page], group, 2, ask_s=[0.0])
-        monitor.placed(found.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+        monitor.look(looked_at, held=False)
+        monitor.look_closer(looked_at, ask_s=[0.0])
+        monitor.placed(found.get(timeout=10))
         assert monitor.is_to_ask(looked_at, first=True)
-        monitor.blame(looked_at, 2, {"n0": ""}, {}, {})
+        monitor.blame(looked_at, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
 
@@ -282,41 +290,39 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
     kept: list[events.Straggler] = []
     event_log = EventLog("n0", None)
     event_log.follow(lambda record: kept.append(record.event))
-    monitor = HangMonitor(
-        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
-    )
     pages = [StatusPage(StatusPage.create())]
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, **of_one(pages[0]), take=lambda *_: None
+    )
     pages[0].entered, pages[0].stepping = 1, 1
     for look in range(1, 13):  # One every 10 s; each step takes 100 ms, in which n0 waits for 80 ms until the sixth.
         for step in range(100 * look - 99, 100 * look + 1):
             pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 10) * 1e9)
-            monitor.look(1000.0 + step / 10, pages, held=False)
+            monitor.look(1000.0 + step / 10, held=False)
         pages[0].waited_ns += 80_000_000 if look <= 6 else 2_000_000
         pages[0].waits += 1
-        monitor.look_at_waits(1000.0 + 10 * look, {0: 0}, pages)
-        monitor.compare(2, {"n1": {"waits": [[1, look * 2_000_000, look]]}})
+        monitor.look_at_waits(1000.0 + 10 * look)
+        monitor.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
 
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
     """L5: a restarted process that gets no first batch has failed after three times the limit, at the run's step."""
     kept: list[Stacks] = []
-    settings = settings_of(tmp_path)
+    settings, page = settings_of(tmp_path), StatusPage(StatusPage.create())
     monitor = HangMonitor(
         replace(settings, options=replace(settings.options, hang_timeout_s=12.0)),
         lambda _: None,
         EventLog("n0", None),
         lambda _: None,
+        **of_one(page) | {"state_of": lambda _: "T"},
         take=lambda _workers, _signal, _put, blank: kept.append(blank),
-        state_of=lambda _: "T",
     )
-    group = SimpleNamespace(pids=lambda _: {0: 7}, page=lambda *_: page)
-    page = StatusPage(StatusPage.create())
     page.entered, page.stepping = 119, FIRST_BATCH
     for tick in range(400):
         now = 100.0 + tick / 10
-        monitor.look(now, [page], held=False)
-        monitor.ask_if_stalled(now, group, 2)
+        monitor.look(now, held=False)
+        monitor.ask_if_stalled(now)
     asked = [(each.why, each.step, each.final, round(each.age_s)) for each in kept]
     assert asked == [("stalled", 118, False, 18), ("stalled", 118, True, 36)]
     found = []
@@ -330,17 +336,16 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
 
 def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
     """A survivor's page shows its last seat until it takes the next: its whole training is no usual step."""
-    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path)
     page = StatusPage(StatusPage.create())
+    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page)
     page.in_place, page.stepping, page.entered, page.step = IN_PLACE, FIRST_BATCH, 101, 100
     now = time.monotonic()
     page.restored_at_ns, page.step_at_ns = 1, int((now - 0.01) * 1e9)  # Since the machine was started.
-    group = SimpleNamespace(pids=lambda _: {0: os.getpid()}, page=lambda *_: page, look=lambda _: None)
     monitor.began(now)
-    monitor.look(now + 0.1, [page], held=False)
+    monitor.look(now + 0.1, held=False)
     page.step_at_ns, page.joined_at_ns = 0, int((now + 0.11) * 1e9)
     page.restored_at_ns = page.joined_at_ns
     for tick in range(2, 70):
-        monitor.look(now + tick / 10, [page], held=False)
-        monitor.look_closer(now + tick / 10, [page], group, 2, ask_s=[])
+        monitor.look(now + tick / 10, held=False)
+        monitor.look_closer(now + tick / 10, ask_s=[])
     assert not found.empty(), "the first step of a generation is looked at closely after five seconds"
