@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -27,6 +27,8 @@ from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
 from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
+
+_State = Literal["building", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -205,13 +207,13 @@ class StoreRequests:
 
     def _settle(self, asked: StoreRequest, request: Built) -> Reply:
         current, record = self._preparation(request.name)
-        if current is None or record is None or record.incarnation != asked.incarnation or record.state != "building":
-            return Reply(request.request, False, "the claim is gone: another node may be building")
-        state: Literal["done", "failed"] = "failed" if request.error else "done"
-        settled = _preparing(asked, request, state, error=request.error)
-        txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
-        done = self.store.commit(txn).succeeded
-        return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
+        ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
+        if current is not None and ours:
+            settled = _preparing(asked, request, "failed" if request.error else "done", request.error)
+            txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
+            if self.store.commit(txn).succeeded:
+                return Reply(request.request, True)
+        return Reply(request.request, False, "the claim is gone: another node may be building")
 
     def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
         key = self._keys.preparation(name)
@@ -230,19 +232,7 @@ def _taken(asked: StoreRequest, record: Preparation) -> str:
     return ""  # It failed in an earlier generation.
 
 
-def _preparing(
-    asked: StoreRequest,
-    request: Claim | Built,
-    state: Literal["building", "done", "failed"],
-    *,
-    error: str = "",
-) -> Preparation:
+def _preparing(asked: StoreRequest, request: Claim | Built, state: _State, error: str = "") -> Preparation:
     """The record of a preparation, with the `error` that it failed with."""
-    return Preparation(
-        state=state,
-        version=version_of(request.version),
-        generation=asked.generation,
-        node=asked.node,
-        incarnation=asked.incarnation,
-        error=error,
-    )
+    where: dict[str, Any] = {"generation": asked.generation, "node": asked.node, "incarnation": asked.incarnation}
+    return Preparation(state=state, version=version_of(request.version), error=error, **where)

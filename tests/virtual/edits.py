@@ -123,7 +123,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
-        (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
+        (_COMMIT, "StoreRequests._settle", "record.incarnation == asked.incarnation and ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "a lease that was given up comes back with the next life": (
