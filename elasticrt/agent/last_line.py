@@ -6,12 +6,18 @@ meanwhile (`ipc.std_streams.turn`). An unfinished line of a worker, such as a pr
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TextIO
 
 from elasticrt.ipc.std_streams import emit, held
+from elasticrt.text import plain
 
 FLOOD_S = 0.05
 """Output that comes faster than this is printed without the line, which returns when it is drawn next."""
@@ -22,14 +28,21 @@ def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
     return stream is not None and stream.isatty() and env.get("TERM", "") not in ("", "dumb", "unknown")
 
 
+def fitted(text: str, columns: int) -> str:
+    """As much of `text` as so many `columns` of a terminal show, with an ellipsis if that is not all."""
+    ends = list(accumulate(map(_columns, text)))
+    return text if not ends or ends[-1] <= columns else text[: bisect_right(ends, columns - 1)] + "…"
+
+
+def _columns(letter: str) -> int:
+    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
 class LastLine:
     """The last line of the terminal `stream`. `draw` belongs to one thread, `aside` to all."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console  # 0.1 s: only where there is a terminal.
-
         self._stream = stream
-        self._rich = Console(file=stream, highlight=False, soft_wrap=False)
         self._text = ""
         self._there = self._unfinished = False
         self._drawn_at = 0.0
@@ -59,12 +72,16 @@ class LastLine:
             return
         self._there, self._drawn_at = bool(self._text), time.monotonic()
         # A line that fills the last column would begin another one.
-        width = max(1, self._rich.width - 1)
-        with self._rich.capture() as drawn:
-            self._rich.print(
-                self._text, style="bold", markup=False, no_wrap=True, overflow="ellipsis", width=width, end=""
-            )
-        self._put("\r" + drawn.get() + "\x1b[K")
+        shown = fitted(plain(self._text), self._width() - 1)
+        self._put("\r" + (f"\x1b[1m{shown}\x1b[0m" if shown else "") + "\x1b[K")
+
+    def _width(self) -> int:
+        """Columns of the terminal, by COLUMNS if that is set; 80 if it does not know."""
+        try:
+            there = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):  # It was closed.
+            there = os.terminal_size((0, 0))
+        return shutil.get_terminal_size((there.columns or 80, there.lines)).columns
 
     def _put(self, text: str) -> None:
         try:

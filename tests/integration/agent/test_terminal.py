@@ -133,7 +133,7 @@ def plainly(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_control_characters_without_a_terminal(tmp_path: Path) -> None:
-    """Plain lines, whatever the terminal's name; and rich is not imported."""
+    """Plain lines, whatever the terminal's name."""
     done = plainly(tmp_path)
     assert done.returncode == 0
     assert done.stdout == "trained\n"

@@ -13,7 +13,7 @@ import pytest
 from elasticrt import events
 from elasticrt.agent.console import Console
 from elasticrt.agent.doing import Doing, doing, in_words
-from elasticrt.agent.last_line import LastLine, fits
+from elasticrt.agent.last_line import LastLine, fits, fitted
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.rendezvous.decision import Leave, Me, Run, Wait
@@ -322,6 +322,23 @@ def screen(written: str) -> list[str]:
         lines[-1] = (lines[-1] + piece).rpartition("\r")[2]
         lines.append("")
     return lines[:-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "shown"),
+    [
+        ("step 1", 6, "step 1"),
+        ("step 12", 6, "step …"),
+        ("", 6, ""),
+        ("\u6b65\u9aa4 1", 6, "\u6b65\u9aa4 1"),
+        ("\u6b65\u9aa4\u6b65 1", 6, "\u6b65\u9aa4…"),
+        ("e\u0301tape 1", 6, "e\u0301tape…"),
+    ],
+    ids=["fits", "is cut", "nothing", "wide letters", "wide letters are cut", "a letter of two characters"],
+)
+def test_a_line_takes_no_more_than_its_row(text, columns, shown):
+    """What is longer ends with an ellipsis; a letter may take two columns, or none."""
+    assert fitted(text, columns) == shown
 
 
 @pytest.mark.parametrize(("term", "there"), [("xterm", True), ("dumb", False), ("", False)])
