@@ -39,7 +39,6 @@ class Metrics:
     def __init__(self) -> None:
         self._story = Story()
         self._exported = dict.fromkeys(BUCKETS, 0.0)
-        self._saved: events.Committed | None = None
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
         self._now = self._told_at = 0.0
@@ -49,11 +48,8 @@ class Metrics:
     def tell(self, record: events.Record) -> None:
         """Take note of an event of this node."""
         self._story.tell(record)
-        match record.event:
-            case events.Committed():
-                self._saved = record.event
-            case events.Copied():
-                self._copied = record.event
+        if isinstance(record.event, events.Copied):
+            self._copied = record.event
 
     def text(self, noted: HealthState, now: float) -> bytes:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
@@ -117,10 +113,10 @@ class Metrics:
         if story.samples:
             yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.samples)
         yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})
-        if self._saved is not None:
-            yield _gauge("checkpoint_step", "The newest of them.", self._saved.step)
-            yield _gauge("checkpoint_bytes", "Its size.", self._saved.bytes)
-            yield _gauge("checkpoint_duration_seconds", "From its copy to its commit.", self._saved.took_s)
+        for _, saved in story.saves[-1:]:
+            yield _gauge("checkpoint_step", "The newest of them.", saved.step)
+            yield _gauge("checkpoint_bytes", "Its size.", saved.bytes)
+            yield _gauge("checkpoint_duration_seconds", "From its copy to its commit.", saved.took_s)
             yield _gauge("checkpoint_timestamp_seconds", "When it was committed, since 1970.", story.checkpoint_at)
         if self._copied is not None:
             yield _gauge("copy_step", "The newest copy of the state in this node's memory.", self._copied.step)
