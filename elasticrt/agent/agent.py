@@ -207,10 +207,7 @@ class Agent(Side):
             self.console.tick(now, at, self.node.progress.step(), view.head)
 
     def _ask_for_positions(self, now: float) -> None:
-        """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`.
-
-        The node of rank 0 asks all others, and each of them asks only one: see `whom_to_ask`.
-        """
+        """Ask other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
         generation = self.node.asks_for_positions(now)
         if generation:
             view = self.member.view
@@ -532,7 +529,8 @@ class Agent(Side):
 
 
 def whom_to_ask(view: View, *, first: bool) -> list[Seat]:
-    """The agents to ask where workers are: all others by that of rank 0, the `first`, and that one by all others.
+    """The agents to ask where workers are: by that of rank 0, the `first`, all others, for their workers' positions; by
+    each of them that one, for what it has found out.
 
     A member of a large run knows only some seats. Without that of rank 0 it asks the leader, which knows all of them
     and passes on what it has heard.

@@ -103,7 +103,7 @@ class StoreRequests:
             holding.release()
 
     def carry_out(self, asked: StoreRequest) -> Reply:
-        """Carry out one request, once. When etcd does not answer, the outcome is unsure: the worker asks again.
+        """Carry out one request, once.
 
         A commit is recognised by its nonce when it is asked for again, so that it is never refused after it succeeded:
         all later commits of that worker would be refused.

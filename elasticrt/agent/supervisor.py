@@ -284,10 +284,7 @@ class Supervisor:
             self.seating.start_beside(*self._joining.beside, missing)
 
     def asks_for_positions(self, now: float) -> int:
-        """The generation whose other nodes are to be asked at `now` where their workers are; 0: none.
-
-        The node of rank 0 asks all others; they ask it, or the leader, what it has found.
-        """
+        """The generation whose other nodes are to be asked at `now` where their workers are; 0: none."""
         due = self.hangs.is_to_ask(now, first=self.is_first)
         return self._state.number if due and self._state.running else 0
 
@@ -305,10 +302,9 @@ class Supervisor:
         return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
-        """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at
-        where all workers are, every other one hears what that node has found.
+        """Find out who holds the training up, from the answers in `generation` of `others` that were asked, by node.
 
-        Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
+        `nodes` has the addresses of all of its nodes.
         """
         if not self._state.running or generation != self._state.number:
             return

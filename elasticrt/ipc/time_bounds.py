@@ -41,8 +41,8 @@ PLACES_S = (0.5, 2.5)
 stacks, which takes milliseconds, and again when all of them have: that takes STACKS_S_MAX at most."""
 
 FOUND_S = (0.5, 2.0)
-"""So much later the node of rank 0 knows who is waited for, and the other nodes ask it. Of many nodes some do not know
-which it is: as much later again the leader knows, and they ask that."""
+"""So much later the node of rank 0 knows who is waited for, and is asked for it; as much later again the leader knows
+it too, which is asked by nodes that do not know the first."""
 
 COMPARE_S = 10.0
 """Between two comparisons of the nodes' own work."""

@@ -187,11 +187,7 @@ class Prober:
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
     def ask(self, seats: Iterable[Seat], witnesses: Witnesses = no_witnesses) -> None:
-        """Ask those of `seats` that are not being asked already whether they live.
-
-        An agent that does not answer is silent after five tries of 0.3 s, or after 0.6 s if one of its `witnesses`
-        hears nothing either.
-        """
+        """Ask those of `seats` that are not being asked already whether they live, and their `witnesses` about them."""
         asked_at = time.monotonic()
 
         def done(seat: Seat, answer: Answer, _: dict[str, Any]) -> None:
