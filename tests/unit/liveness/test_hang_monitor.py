@@ -306,6 +306,19 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
 
+def test_where_a_worker_has_ended_the_pages_of_others_stay_theirs(tmp_path: Path) -> None:
+    """What one has waited is not told as that of the one that has ended."""
+    page = StatusPage(StatusPage.create())
+    page.waited_ns, page.waits = 7, 1
+    one_left = GroupState(2, running=True, seated=frozenset([1]), ranks={0: 4, 1: 5})
+    parts = of_one(page) | {"state": lambda: one_left}
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, EventLog("n0", None), lambda _: None, **parts, take=lambda *_: None
+    )
+    monitor.look_at_waits(1.0)
+    assert monitor.said["waits"] == [[5, 7, 1]]
+
+
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
     """L5: a restarted process that gets no first batch has failed after three times the limit, at the run's step."""
     kept: list[Stacks] = []
