@@ -80,7 +80,8 @@ class GroupSockets:
     def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0) -> Iterator[None]:
         """Connections that are made in this block, in any thread, belong to a group of at most so many ranks.
 
-        `store_port`: where the default group's store listens, if this is that group.
+        `store_port`: where the default group's store listens, if this is that group. Its connections belong to the
+        group as well, whenever they are made.
         """
         if self._before is not None:  # A part of a group that is noted as a whole.
             yield
@@ -96,8 +97,11 @@ class GroupSockets:
                 new = self._new()
                 self._known |= new
                 if store_port:
-                    leads = partial(_leads_to_a_peer, store_port=store_port)
-                    self._peers = {fd: name for fd, name in new.items() if _with_socket(fd, leads)}
+                    leads = partial(_leads_to_store, store_port=store_port)
+                    stores = {fd: name for fd, name in sockets_of().items() if _with_socket(fd, leads)}
+                    connections = {fd: name for fd, name in new.items() if _with_socket(fd, is_connection)}
+                    self._peers = {fd: name for fd, name in connections.items() if fd not in stores}
+                    self._known |= stores
                 self._before = None
                 self._lock.notify_all()
 
@@ -143,9 +147,9 @@ def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
         return False
 
 
-def _leads_to_a_peer(each: socket.socket, store_port: int) -> bool:
-    """Whether it is a connection, and not to or of the store at `store_port`."""
-    return is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
+def _leads_to_store(each: socket.socket, store_port: int) -> bool:
+    """Whether it is a connection to or of the store at `store_port`."""
+    return is_connection(each) and store_port in (each.getsockname()[1], each.getpeername()[1])
 
 
 def _shut(each: socket.socket, *, complete: bool) -> bool:

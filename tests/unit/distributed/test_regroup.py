@@ -467,6 +467,58 @@ os._exit(1)
 """
 
 
+OWN_CONNECTIONS = """
+import os, socket, threading
+import pytest, torch.distributed as dist
+import elasticrt
+from elasticrt.distributed import regroup
+from tests.fake_worker import Agent, under
+
+def connected():
+    client = socket.create_connection(other.getsockname())
+    return client, other.accept()[0]
+
+def meanwhile():
+    while True:  # Until rank 0 waits for rank 1 at the store.
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except ConnectionRefusedError:
+            pass
+    own.extend(connected() for _ in range(2))
+    os.write(tell, b" ")
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+(told, tell), own = os.pipe(), []
+rank = 0 if os.fork() else 1
+other = socket.create_server(("127.0.0.1", 0))
+place = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
+with pytest.MonkeyPatch.context() as patch, under(Agent(), patch, **place):
+    if rank:
+        os.read(told, 1)
+    else:
+        threading.Thread(target=meanwhile).start()
+    elasticrt.init()
+    assert regroup.SOCKETS.knows_peers(2)
+    if rank == 0:
+        for each in own.pop():
+            each.close()
+        assert not regroup.SOCKETS.lost_a_peer()
+        regroup.SOCKETS.cut()
+        own[0][0].sendall(b"x")
+        assert own[0][1].recv(1) == b"x"
+        try:
+            dist.distributed_c10d._get_default_store().get("nothing")
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    os.close(tell)
+    os.read(told, 1)  # Until rank 0 ends.
+    os._exit(0)
+"""
+
+
 FEW_QUESTIONS = """
 import os, socket
 from dataclasses import replace
@@ -513,6 +565,11 @@ def test_who_is_cut_off_while_it_sends_comes_back() -> None:
 def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
     """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
     _run(MEETS_THE_DEAD)
+
+
+def test_connections_of_the_script_are_not_those_of_the_group() -> None:
+    """What another thread opens while `init` waits for a rank is neither watched nor cut; the store's is, as before."""
+    _run(OWN_CONNECTIONS)
 
 
 def test_a_group_of_the_script_is_cut_as_well() -> None:
