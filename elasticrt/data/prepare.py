@@ -194,7 +194,7 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
     aside = None
     if os.path.lexists(target):
         ours = (target / prepared_dir.RECORD).is_file()
-        aside = target.with_name(f".{target.name}.building-old-{secrets.token_hex(8)}")
+        aside = workshop.with_name(f"{workshop.name}-old")  # If this process dies, it is swept as the workshop is.
         if not ours and any(target.iterdir()):
             # Something else than a prepared directory: it may be the only copy.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")

@@ -327,6 +327,23 @@ def test_workshops_of_earlier_generations_are_swept(tmp_path, monkeypatch):
     assert names(tmp_path) == [".data.shared-3-0123", "data"]
 
 
+def test_what_was_replaced_is_swept(tmp_path, monkeypatch):
+    """A builder that ends before it has removed the directory of another version leaves that to the next generation."""
+
+    def ends(*_, **__):
+        raise OSError("it ends here")
+
+    with under(Agent(answer=answers(*[(True, "")] * 4)), monkeypatch, generation=2):
+        prepare(tmp_path / "data", Builder(), scope="shared", version="1")
+        with monkeypatch.context() as patch, pytest.raises(PreparationError):
+            patch.setattr("shutil.rmtree", ends)
+            prepare(tmp_path / "data", Builder(), scope="shared", version="2")
+        assert len(names(tmp_path)) == 2
+    with under(Agent(answer=answers(*[(True, "")] * 2)), monkeypatch, generation=3):
+        prepare(tmp_path / "data", Builder(), scope="shared", version="3")
+    assert names(tmp_path) == ["data"]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
     """A membership change waits for a build under way, and for nothing after it."""
