@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
+from tests.servers import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # A client's connections end with its threads.
 
@@ -55,6 +57,31 @@ def test_keys_and_values(port: int) -> None:
     assert not one.check(["key", "none"])
     assert one.delete_key("key")
     assert not one.delete_key("key")
+
+
+def test_a_server_without_descriptors_waits_for_one() -> None:
+    """A connection that cannot be accepted makes no busy loop, and is accepted once a descriptor is free."""
+    limits, listening = resource.getrlimit(resource.RLIMIT_NOFILE), socket.create_server(("127.0.0.1", 0))
+    server = GroupStoreServer(listening, NONCE)
+    with ThreadPoolExecutor() as pool, socket.socket() as client:
+        wait_until(lambda: server._thread.watches(listening), "the server")
+        try:
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (max(int(each.name) for each in Path("/proc/self/fd").iterdir()), limits[1])
+            )
+            fill = []
+            with contextlib.suppress(OSError):
+                while True:
+                    fill.append(os.dup(client.fileno()))
+            client.connect(listening.getsockname())
+            wait_until(lambda: not server._thread.watches(listening), "a pause")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for each in fill:
+                os.close(each)
+        client.sendall(_line({"op": "hello", "nonce": NONCE}))
+        assert pool.submit(client.recv, 10).result(20) == b"null\n"
+    server.close()
 
 
 def test_ranks_exchange_values_by_one_question_each(port: int) -> None:
