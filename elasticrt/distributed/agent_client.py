@@ -106,10 +106,13 @@ class AgentClient:
         """Whether a newer seat has come than the one that was taken. True before anything is cut for it."""
         return self._announced != self._taken
 
-    def wait_for_seat(self, timeout_s: float) -> WorkerEnv | None:
-        """Take the newest seat. None if the agent has released this worker, or no seat came in time."""
+    def wait_for_seat(self) -> WorkerEnv | None:
+        """Take the newest seat, once there is one. None if the agent has released this worker, or is gone.
+
+        Only the agent knows how long: too few nodes wait for others, and a newcomer waits while the others pause.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._seat is not None or self._released, timeout_s)
+            self._news.wait_for(lambda: self._seat is not None or self._released)
             if self._seat is None:
                 return None
             (self._taken, seat), self._seat = self._seat, None

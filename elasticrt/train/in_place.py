@@ -45,10 +45,6 @@ STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
 CLOSED_S_MAX, CLOSED_AGAIN_S = 0.5, 0.01
 """When gloo tells of a lost peer it has closed the connection, or does it within CLOSED_S_MAX on a busy machine."""
 
-SEAT_S_MAX = 1800.0
-"""How long a worker without a group waits for its next seat. An agent that has none for it ends it long before; when
-the agent itself is gone the wait ends at once."""
-
 
 class InPlace:
     """One Loop's way from group to group.
@@ -197,7 +193,7 @@ class InPlace:
 
     def wait_for_seat(self) -> bool:
         """Wait for the seat in the next generation, and take it. False: there is none, and this process must leave."""
-        seat = self._agent.wait_for_seat(SEAT_S_MAX)
+        seat = self._agent.wait_for_seat()
         if seat is None:
             return False
         agent_client.take_seat(seat)

@@ -273,9 +273,9 @@ def test_the_newest_seat_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             agent.channel.send(_reseat(generation))
             assert cuts.acquire(timeout=10)
         deadline = time.monotonic() + 10
-        taken = mine.wait_for_seat(10)
+        taken = mine.wait_for_seat()
         while taken is not None and taken.generation == 2 and time.monotonic() < deadline:
-            taken = mine.wait_for_seat(10)
+            taken = mine.wait_for_seat()
         assert taken is not None
         assert (taken.generation, taken.rank) == (3, 1)
         assert not mine.overtaken
@@ -284,22 +284,21 @@ def test_the_newest_seat_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_seat_there_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for a seat ends in time, when the agent says that there is none, and when the agent is gone."""
+    """The wait for a seat ends when the agent says that there is none, and when the agent is gone."""
     agent = Agent()
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
         assert mine is not None
         mine.follow(lambda: None)
-        assert mine.wait_for_seat(0.05) is None
         agent.channel.send(Release())
-        assert mine.wait_for_seat(60) is None
+        assert mine.wait_for_seat() is None
     agent = Agent()
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
         assert mine is not None
         mine.follow(lambda: None)
         agent.close()
-        assert mine.wait_for_seat(60) is None
+        assert mine.wait_for_seat() is None
 
 
 @pytest.mark.skipif(
