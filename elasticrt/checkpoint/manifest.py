@@ -117,20 +117,6 @@ class History:
             yield manifest
             nonce = manifest.commit.parent
 
-    def beyond(self, nonce: str, run: str) -> list[Manifest]:
-        """Newest first: what `run` has committed on top of its head `nonce`. Nothing, unless etcd has forgotten it."""
-        for head in self.committed():
-            if head.run != run:
-                continue
-            later: list[Manifest] = []
-            for manifest in self.lineage(head.commit.nonce):
-                if manifest.commit.nonce == nonce:
-                    return later
-                later.append(manifest)
-                if manifest.commit.parent == nonce:
-                    return later
-        return []
-
     def committed(self) -> list[Manifest]:
         """Newest first: what is no draft, and everything that one of these descends from."""
         nonces = {m.commit.nonce for marked in self.marked for m in self.lineage(marked)}

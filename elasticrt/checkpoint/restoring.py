@@ -19,7 +19,7 @@ from elasticrt.checkpoint import memory_tier
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.manifest import History, Manifest
-from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, distinct_troubles
+from elasticrt.checkpoint.newest_offer import OLDER, RESUME, Offer, choose, distinct_troubles
 from elasticrt.checkpoint.stateful import OURS
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
@@ -196,16 +196,12 @@ class Restoring:
         self._best = next(self._candidates, None)
 
     def _ordered(self) -> Iterator[tuple[int, Manifest]]:
-        """What to try, in this order. The resume point is as etcd records it, not as the directory says.
-
-        Ahead of it comes what the directory has in addition: an etcd that was restored from a backup knows an old head.
-        """
+        """What to try, in this order. The resume point is as etcd records it, not as the directory says."""
         history, resume = self._history, self._resume
         if resume is None:
             yield from ((OLDER, manifest) for manifest in history.candidates())
             return
         run = self._worker.run_id
-        yield from ((BEYOND, manifest) for manifest in history.beyond(resume.nonce, run))
         # Without a manifest here the world size is not known.
         known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
         yield RESUME, Manifest(resume, run, known.world_size)
@@ -275,12 +271,7 @@ class Restoring:
             return
         if where:
             say(f"step {commit.step:,} comes from the checkpoint directory of {where}")
-        if resume.step < commit.step:
-            _log.warning(
-                "etcd has forgotten what was committed after step %d; going on from step %d: %s",
-                *(resume.step, commit.step, commit.file),
-            )
-        elif resume.nonce != commit.nonce:
+        if resume.nonce != commit.nonce:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
     def _how_to_start_over(self) -> str:
