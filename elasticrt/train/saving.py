@@ -13,7 +13,7 @@ from elasticrt.checkpoint.memory_tier import MemoryTier
 from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train.training_state import TrainingState
 
 
@@ -44,47 +44,27 @@ class Saving:
     def begin(self) -> None:
         """The loop begins at the position of the state."""
         now = time.monotonic()
-        if self._saved_at == 0.0:  # Else another rank has told when it was saved.
-            self._saved, self._saved_at = self._state.position, now
+        self._saved, self._saved_at = self._state.position, now
         # A state from a copy in memory is on no disk. The interval begins anew at each restart, so a run that fails
         # more often than that would never save.
         self._owes = self._owes or (self.is_first and self.checkpointer.adds(self._state.position.steps))
         self.memory_tier.begin(now, self.run.total)
 
-    def since_saved(self) -> dict[str, Any]:
-        """What a newcomer has to know to save on time if it becomes rank 0."""
-        return {"saved": self._saved._asdict(), "since_saved_s": time.monotonic() - self._saved_at}
-
-    def take_over(self, told: Mapping[str, Any]) -> None:
-        """Count on from what another rank has told with its state."""
-        self.run.total = told["total"]
-        self._saved, self._saved_at = Position(**told["saved"]), time.monotonic() - told["since_saved_s"]
-
     def has_state(self) -> None:
         """The state is that of the generation that begins."""
         self.is_first = collectives.rank_and_world()[0] == 0
-        self._owes = self.is_first and self.checkpointer.lacks_head
+        self._owes = self.is_first and (self._owes or self.checkpointer.lacks_head)
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, in another generation."""
-        self._saw(worker.resume)
+        # A new rank 0 saves at once, because it does not know when the one before has saved: each interval is to have
+        # a checkpoint, however often rank 0 changes.
+        self._owes = worker.rank == 0 and (self._owes or not self.is_first)
         if self.checkpointer.busy:
             self._saved = Position()  # It will be refused: it is of a generation that is over.
         self.checkpointer.move(worker)
         if worker.world_size == 1:
             self.memory_tier.left_alone()
-
-    def _saw(self, head: Commit | None) -> None:
-        """The newest checkpoint is `head`, which another rank may have saved: the interval counts from there.
-
-        When that was is estimated by the steps since.
-        """
-        steps = self._state.position.steps
-        if head is None or head.place != self.checkpointer.place or not self._saved.steps < head.step <= steps:
-            return
-        now, share = time.monotonic(), (steps - head.step) / (steps - self._saved.steps)
-        self._saved_at = now - share * (now - self._saved_at)
-        self._saved = Position(steps=head.step, epoch=head.epoch)
 
     def between_steps(self) -> None:
         """Save and copy what is due."""
@@ -131,7 +111,7 @@ class Saving:
         self._state.ledger.end(self._state.position.steps)
         if self.is_first:
             self._wait()
-            if self._state.position != self._saved or self.checkpointer.missed:
+            if self._owes or self._state.position != self._saved or self.checkpointer.missed:
                 self.take(save=True, copy=False, patient=True)
             self._wait()
 

@@ -192,7 +192,7 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
-            self._saving.take_over(taken[stateful.OURS])
+            self._saving.run.total = taken[stateful.OURS]["total"]
         state.whole = True
         self._undo.touched = self._undo.stepped = False
         self.moves += 1
@@ -210,9 +210,7 @@ class World:
 
     def _to_others(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
-        return self._state.collect(
-            alike=self._state.numbers.alike, total=self._saving.run.total, **self._saving.since_saved()
-        )
+        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
