@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from elasticrt.checkpoint import newest_offer
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate
 from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, DirectoryHead, NoAnswer
@@ -119,13 +117,10 @@ class Checkpointer:
         if uses:
             self.snapshots.take(state, uses)
 
-    def to_disk(
-        self, *, step: int, epoch: int, about: Mapping[str, Any] | None = None, patient: bool = True
-    ) -> list[Use]:
+    def to_disk(self, *, step: int, epoch: int, patient: bool = True) -> list[Use]:
         """The use that saves the snapshot which is taken next; none on other ranks than 0. Raises as `save`.
 
-        `about` holds plain JSON values for readers of the manifest. While etcd is away, it waits if `patient`, and
-        else skips the save with a warning.
+        While etcd is away, it waits if `patient`, and else skips the save with a warning.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
@@ -142,9 +137,9 @@ class Checkpointer:
             self._missed(NoAnswer if isinstance(error, NoAnswer) else CheckpointError, step, self._generation, error)
             return []
         self._saves = True
-        return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]
+        return [partial(self._write_guarded, self._draft(step, epoch))]
 
-    def _draft(self, step: int, epoch: int, about: dict[str, Any]) -> Manifest:
+    def _draft(self, step: int, epoch: int) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
         commit = Commit(
@@ -162,9 +157,8 @@ class Checkpointer:
             place=self.place if worker.has_agent else "",
             total=0 if total == step else total,
         )
-        about = {"torch": torch.__version__, **about}
         run = "" if worker.run_id == "none" else worker.run_id  # Torchrun's name for a run without one.
-        return Manifest(commit, run, collectives.rank_and_world()[1], about)
+        return Manifest(commit, run, collectives.rank_and_world()[1])
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, with the state that descends from the run's head.

@@ -12,12 +12,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticrt.ipc.env import Commit
 
-FORMAT = 1
+FORMAT = 2
 PAYLOAD, DRAFT, MANIFEST = ".pt", ".draft", ".json"
 MANIFEST_BYTES_MAX = 1 << 20
 # Temporaries start with this; the rest of their name is the stem of what they would become.
@@ -59,7 +59,6 @@ class Manifest:
     commit: Commit  # What was, or was to be, committed. Its `directory` is not trusted: directories move.
     run: str  # The run that wrote it, "" when it had no name.
     world_size: int  # Of the generation that wrote it.
-    about: dict[str, Any] = field(default_factory=dict)  # For readers: position, sampler, versions.
 
     def to_json(self) -> bytes:
         """The file's content: plain JSON, with a digest of all the rest of it in `check`."""
@@ -88,7 +87,7 @@ class Manifest:
         return manifest
 
 
-_KINDS = {"commit": dict, "run": str, "world_size": int, "about": dict}
+_KINDS = {"commit": dict, "run": str, "world_size": int}
 
 
 def _check(fields: dict[str, Any]) -> str:

@@ -97,8 +97,7 @@ class Saving:
         if save:
             self._page.stepping = 0
             self._page.saving_ns = since_ns
-            about = self._state.about()
-            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
+            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, [*uses, *([lambda _: then()] if then is not None else [])])

@@ -47,11 +47,6 @@ class TrainingState:
         self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
         self._shown = shown
 
-    def about(self) -> dict[str, Any]:
-        """Position and sampler, as plain values."""
-        sampler = None if self.sampler is None else self.sampler.state_dict()
-        return {"position": self.position._asdict(), "sampler": sampler}
-
     def samples(self) -> int:
         """Samples that the run has trained on, over all epochs; 0 without a sampler."""
         known = {} if self.sampler is None else self.sampler.state_dict()
@@ -59,9 +54,15 @@ class TrainingState:
 
     def collect(self, **more: Any) -> dict[str, Any]:
         """All of it by name. `more` is added to our own part."""
-        ledger = self.ledger.history(self.position.steps)
-        ours = {**self.about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger, **more}
-        ours["gradients"] = [each.grad for each in self.parameters()] if self.accumulates else []
+        ours = {
+            "position": self.position._asdict(),
+            "sampler": None if self.sampler is None else self.sampler.state_dict(),
+            "rng": rng_state.capture(),
+            "vars": self.vars,
+            "ledger": self.ledger.history(self.position.steps),
+            "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
+            **more,
+        }
         return {**stateful.collect(self.objects), stateful.OURS: ours}
 
     def restore(self, data: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def test_all_damaged_is_an_error_and_never_a_start_from_zero(tmp_path, kind):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "no json", "[]", "{}", '{"format": 99}', "[" * 100_000, '{"format": 1, "commit": {}}', "\xff\xfe", "null"],
+    ["", "no json", "[]", "{}", '{"format": 99}', "[" * 100_000, '{"format": 2, "commit": {}}', "\xff\xfe", "null"],
     ids=["empty", "text", "list", "object", "future", "deep", "fields", "bytes", "null"],
 )
 def test_damaged_manifest_is_skipped(tmp_path, text, caplog):

@@ -151,7 +151,7 @@ def test_a_save_between_two_steps_does_not_wait_for_etcd(tmp_path: Path, monkeyp
     agent = WithoutEtcd(away=1)
     with under(agent, monkeypatch):
         saver = Checkpointer(tmp_path / "ckpt")
-        assert saver.to_disk(step=1, epoch=0, about=None, patient=False) == []
+        assert saver.to_disk(step=1, epoch=0, patient=False) == []
         assert saver.missed
         saver.save({"w": torch.zeros(5)}, step=2)
         saver.finish()
