@@ -216,10 +216,10 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worker, torch_dist = agent_client.worker_env(), cast("Any", dist)  # It offers more than it declares.
-    if worker.beside:
-        # A world of one until it is let in.
+    if worker.beside or not (launched and address):
+        # A world of one, beside others until it is let in. No port: no other process can join by accident.
         make(store=torch_dist.HashStore(), rank=0, world_size=1)
-    elif launched and address and world_size > 1 and worker.has_agent:
+    elif world_size > 1 and worker.has_agent:
         # The others may be preparing their data. The agent ends this process if they can't come.
         store, rank, world_size = next(torch_dist.rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
@@ -227,11 +227,8 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         meeting.wait()
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         make(store=store, rank=rank, world_size=world_size)
-    elif launched and address:
-        make()
     else:
-        # Alone: no port, no other process can join by accident.
-        make(store=torch_dist.HashStore(), rank=0, world_size=1)
+        make()
     global _group_pid  # noqa: PLW0603  As above.
     if not _group_pid:
         atexit.register(leave_group)
