@@ -25,7 +25,7 @@ from elasticrt.distributed.agent_client import AgentClient
 from elasticrt.errors import CheckpointError, ConfigError, DuplicateError
 from elasticrt.ipc.collateral_errors import is_collateral
 from elasticrt.ipc.error_file import described
-from elasticrt.ipc.proc import is_connection, sockets_of
+from elasticrt.ipc.proc import ports_of, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
@@ -70,8 +70,8 @@ def _leave_groups() -> None:
     """Close the connections to peers that wait for this process in a collective, but not those of the store."""
     store = os.environ.get("MASTER_PORT", "")
     for fd in sockets_of():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
-            if is_connection(each) and store not in (str(each.getsockname()[1]), str(each.getpeername()[1])):
+        if (ports := ports_of(fd)) and store not in map(str, ports):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.shutdown(socket.SHUT_RDWR)
 
 

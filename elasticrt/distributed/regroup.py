@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.proc import is_connection, is_open_socket, listens, sockets_of
+from elasticrt.ipc.proc import is_connection, is_open_socket, listens, ports_of, sockets_of
 from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
@@ -97,23 +97,21 @@ class GroupSockets:
                 new = self._new()
                 self._known |= new
                 if store_port:
-                    leads = partial(_leads_to_store, store_port=store_port)
-                    stores = {fd: name for fd, name in sockets_of().items() if _with_socket(fd, leads)}
-                    connections = {fd: name for fd, name in new.items() if _with_socket(fd, is_connection)}
-                    self._peers = {fd: name for fd, name in connections.items() if fd not in stores}
+                    ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
+                    stores = dict(each for each in ports if store_port in ports[each])
+                    self._peers = {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
                     self._known |= stores
                 self._before = None
                 self._lock.notify_all()
 
-    def cut(self) -> int:
-        """Shut all of them down, and those of a group that is being made until that has ended. Returns their number."""
+    def cut(self) -> None:
+        """Shut all of them down, and those of a group that is being made until that has ended."""
         until = time.monotonic() + CUT_S_MAX
         with self._lock:
-            count = self._shut_all()
+            self._shut_all()
             while self._before is not None and time.monotonic() < until:
                 self._lock.wait(CUT_AGAIN_S)
-                count += self._shut_all()
-            return count
+                self._shut_all()
 
     def knows_peers(self, ranks: int) -> bool:
         """Whether the connections of the default group, of so many ranks, are known."""
@@ -123,7 +121,7 @@ class GroupSockets:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
         return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
-    def _shut_all(self) -> int:
+    def _shut_all(self) -> None:
         now = sockets_of()
         new = self._new()
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
@@ -131,50 +129,32 @@ class GroupSockets:
         for fd, name in new.items():
             if name not in self._freed and _with_socket(fd, self._free):
                 self._freed.add(name)
-        return sum(_with_socket(fd, partial(_shut, complete=fd not in new)) for fd in doomed)
+        for fd in doomed:
+            _with_socket(fd, partial(_shut, complete=fd not in new))
 
     def _new(self) -> dict[int, str]:
         before = self._before
         return {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
 
 
-def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
-    """What `act` returns for the socket behind `fd`; False if it fails, because the socket was closed meanwhile."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as each:
-            return act(each)
-    except OSError:
-        return False
+def _with_socket(fd: int, act: Callable[[socket.socket], Any]) -> Any:
+    """What `act` returns for the socket behind `fd`; None if it fails, because the socket was closed meanwhile."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+        return act(each)
 
 
-def _leads_to_store(each: socket.socket, store_port: int) -> bool:
-    """Whether it is a connection to or of the store at `store_port`."""
-    return is_connection(each) and store_port in (each.getsockname()[1], each.getpeername()[1])
-
-
-def _shut(each: socket.socket, *, complete: bool) -> bool:
-    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets.
+def _shut(each: socket.socket, *, complete: bool) -> None:
+    """Shut down a TCP connection, and nothing else: gloo aborts the process without its listening sockets.
 
     Of a group that is `complete` only reading is shut down, and the connection is held for a while, so that its other
     end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that
     waits for it to be sent when the connection ends. The end of what is read wakes all that wait for messages.
     """
-    if not is_connection(each):
-        return False
-    if complete:
-        _retired.append((time.monotonic(), [_Held(each.fileno())]))
-    each.shutdown(socket.SHUT_RD if complete else socket.SHUT_RDWR)
-    return True
-
-
-class _Held:
-    """Another descriptor of the same file, for as long as this object lives."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
+    is_ours = is_connection(each)
+    if is_ours and complete:
+        _retired.append((time.monotonic(), [each.dup()]))
+    if is_ours:
+        each.shutdown(socket.SHUT_RD if complete else socket.SHUT_RDWR)
 
 
 def _knock(each: socket.socket, ranks: int) -> bool:
@@ -318,6 +298,9 @@ def tidy() -> None:
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
             _kept[:] = [each for each in _kept if all(each is not old for old in left)]
+            for each in left:
+                if isinstance(each, socket.socket):
+                    each.close()
             del left
 
 

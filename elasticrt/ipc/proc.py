@@ -113,6 +113,14 @@ def is_connection(each: socket.socket) -> bool:
     return _is_tcp(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
+def ports_of(fd: int) -> tuple[int, ...]:
+    """The own and the peer's port of the TCP connection behind `fd`; none for anything else, or if it is closed now."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+        if is_connection(each):
+            return each.getsockname()[1], each.getpeername()[1]
+    return ()
+
+
 def listens(each: socket.socket) -> bool:
     """Whether `each` is a TCP socket that others can connect to."""
     return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -70,13 +70,12 @@ def test_only_connections_of_the_block_are_cut() -> None:
             stack.callback(left.close)
             stack.callback(right.close)
         after = stack.enter_context(_connection())
-        assert sockets.cut() == 2
+        sockets.cut()
         assert _is_cut(ours)
         assert _works(before)
         assert _works(after)
         assert _works((left, right))
         stack.enter_context(socket.create_connection(listener.getsockname()))
-        assert sockets.cut() == 0
 
 
 def test_a_number_that_is_used_again_is_left_alone() -> None:
@@ -88,20 +87,16 @@ def test_a_number_that_is_used_again_is_left_alone() -> None:
             kept = stack.enter_context(_connection())
         again = stack.enter_context(_connection())
         assert numbers & {each.fileno() for each in again}
-        assert sockets.cut() == 2
+        sockets.cut()
         assert _is_cut(kept)
         assert _works(again)
 
 
 def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
     """A connection that is made after the cut, while the block is still open, is cut as well."""
-    sockets, made = GroupSockets(), []
+    sockets = GroupSockets()
     with ExitStack() as stack:
-
-        def work() -> None:
-            made.append(sockets.cut())
-
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=sockets.cut)
         with sockets.noted(2):
             first = stack.enter_context(_connection())
             thread.start()
@@ -109,7 +104,7 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
             second = stack.enter_context(_connection())
             assert second[0].recv(1) == b""
         thread.join(10)
-        assert made[0] >= 4
+        assert not thread.is_alive()
 
 
 def test_a_group_of_nccl_in_the_making_waits_for_nobody_any_more() -> None:
