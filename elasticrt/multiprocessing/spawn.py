@@ -129,9 +129,9 @@ def _cloudpickle() -> Any:
 
 def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Run an agent to its end, and print what it and its workers print. Raises the error of its exit code."""
-    with _memory() as events:
-        fd = int(Path(events).name)
-        command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
+    source, fd = os.pipe()
+    command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
+    try:
         process = subprocess.Popen(
             command_of(command),
             env={**os.environ, **env},
@@ -141,14 +141,29 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             pass_fds=[fd],
             start_new_session=True,  # Ctrl-C at a terminal is for this process, which passes it on.
         )
-        shown = [_Shown(process.stdout, sys.stdout), _Shown(process.stderr, sys.stderr)]
-        try:
-            code = process.wait()
-        finally:
-            _end(process)
-            for each in shown:
-                each.finish()
-        _raise_for(code, Path(events).read_text().splitlines(), shown[1].last)
+    finally:
+        os.close(fd)
+    ends: dict[str, Any] = {}
+    reading = threading.Thread(target=_keep_ends, args=(source, ends), name="elasticrt-events", daemon=True)
+    reading.start()
+    shown = [_Shown(process.stdout, sys.stdout), _Shown(process.stderr, sys.stderr)]
+    try:
+        code = process.wait()
+    finally:
+        _end(process)
+        reading.join(FLUSH_S)
+        for each in shown:
+            each.finish()
+    _raise_for(code, ends, shown[1].last)
+
+
+def _keep_ends(source: int, ends: dict[str, Any]) -> None:
+    """Read the events of an agent as they come, and keep those that say how it has ended: a run has very many."""
+    with open(source, "rb") as lines:
+        for line in lines:
+            event = json.loads(line) if line.endswith(b"\n") else {"event": ""}  # A killed agent may leave half a line.
+            if event["event"] in ("result", "failure"):
+                ends[event["event"]] = event
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -184,6 +199,7 @@ class _Shown:
 
     def _copy(self) -> None:
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        encoding = self._target.encoding or "utf-8"
         read = True
         with self._source as source:
             while data := os.read(source.fileno(), 1 << 16):
@@ -191,15 +207,14 @@ class _Shown:
                 self.last = (self.last + text)[-_LAST_CHARACTERS:]
                 try:
                     if read:
-                        self._target.write(text)
+                        self._target.write(text.encode(encoding, "backslashreplace").decode(encoding))
                         self._target.flush()
                 except OSError:  # Nothing reads it, or the disk is full. The agent's last lines are still wanted.
                     read = False
 
 
-def _raise_for(code: int, lines: Sequence[str], said: str) -> None:
-    """Raise the error of the agent's exit code, with its report from its events, else with its last line."""
-    events = {event["event"]: event for event in map(json.loads, lines)}
+def _raise_for(code: int, events: Mapping[str, Any], said: str) -> None:
+    """Raise the error of the agent's exit code, with its report from its last events, else with its last line."""
     if code == 0:
         if "result" not in events:
             got, remedy = os.environ.get("ELASTICRT_RUN_ID", ""), "Take another run id, or set ELASTICRT_AGAIN=1"

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticrt import ConfigError, spawn
+from elasticrt import ConfigError, events, spawn
+from elasticrt.multiprocessing.spawn import _keep_ends
 from elasticrt.story import run_dir, sentences
 from tests.cluster import gone
 from tests.conftest import children
@@ -254,6 +256,39 @@ def test_a_full_disk_behind_the_output(tmp_path: Path) -> None:
         )
     assert done.stderr.endswith("{0: 0}\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+FOREIGN = """
+import os
+import elasticrt
+
+def talk(i):
+    os.write(1, "caf\u00e9\\n".encode())
+    os.write(1, b"and more\\n")
+
+if __name__ == "__main__":
+    elasticrt.spawn(talk)
+"""
+
+
+def test_output_that_the_caller_cannot_encode(tmp_path: Path) -> None:
+    """Such a character is escaped, and what follows it is shown."""
+    (tmp_path / "script.py").write_text(FOREIGN)
+    assert finish(start(["script.py"], tmp_path, PYTHONIOENCODING="ascii")) == "caf\\xe9\nand more\n"
+
+
+def test_of_all_events_the_last_words_are_kept() -> None:
+    """However many there are: an agent writes some each second, and the call needs how the run has ended."""
+    source, target = os.pipe()
+    step, result = events.Step(1, 2, 0), events.Result("failed", 1, "rank 0 raised")
+    with os.fdopen(target, "wb") as file:
+        for event in (step, events.Failure("where"), step, result, step):
+            file.write(events.encode(event, "n0", 1.0, datetime.now(timezone.utc)) + b"\n")
+        file.write(b'{"event": "half a')
+    ends: dict[str, Any] = {}
+    _keep_ends(source, ends)
+    assert ends.keys() == {"failure", "result"}
+    assert (ends["failure"]["text"], ends["result"]["reason"]) == ("where", "rank 0 raised")
 
 
 SLEEPER = """
