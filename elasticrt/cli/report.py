@@ -13,7 +13,7 @@ from typing import Any
 from elasticrt import events
 from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
 from elasticrt.errors import EXIT_OK, ConfigError
-from elasticrt.event_log import files
+from elasticrt.event_log import PIECE_BYTES, files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
 from elasticrt.option_values import host_and_port, whole
@@ -211,11 +211,11 @@ def show_logs(arguments: argparse.Namespace) -> int:
         raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
     before, offsets = None, dict[Path, int]()
     for _, last in _looks(arguments, directory):
-        for path, text in added(logs(), offsets, whole=not last).items():
-            if path != before:
-                write(sys.stdout, f"==> {path.relative_to(directory)} <==\n")
+        for path in logs():
+            for text in added(path, offsets, whole=not last):
+                title = f"==> {path.relative_to(directory)} <==\n" if path != before else ""
+                write(sys.stdout, title + text)
                 before = path
-            write(sys.stdout, text)
     return EXIT_OK
 
 
@@ -238,7 +238,8 @@ def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[t
     offsets: dict[Path, int] = {}
 
     def read() -> list[str]:
-        lines = [line for text in added(files(directory), offsets, whole=True).values() for line in text.splitlines()]
+        pieces = (text for path in files(directory) for text in added(path, offsets, whole=True))
+        lines = [line for text in pieces for line in text.splitlines()]
         known = [(story.clocks.when(record), line, record) for line in lines if (record := events.decode(line))]
         known.sort(key=lambda each: each[0])
         for _, _, record in known:
@@ -259,15 +260,19 @@ def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[t
             time.sleep(LOOK_EVERY_S)
 
 
-def added(paths: list[Path], offsets: dict[Path, int], *, whole: bool) -> dict[Path, str]:
-    """What the files have behind the `offsets`, which move on; with `whole` only whole lines."""
-    batch = {}
-    for path in paths:
+def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
+    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
+
+    The file is open only while a piece of it is read, because a run may have thousands of files.
+    """
+    begun, data = bytearray(), b" "
+    while data:
         with path.open("rb") as file:
-            file.seek(offsets.get(path, 0))
-            data = file.read()
-        data = data[: data.rfind(b"\n") + 1] if whole else data
-        if data:
-            offsets[path] = offsets.get(path, 0) + len(data)
-            batch[path] = data.decode(errors="replace")
-    return batch
+            file.seek(offsets.get(path, 0) + len(begun))
+            data = file.read(PIECE_BYTES)
+        begun += data
+        end = begun.rfind(b"\n", len(begun) - len(data)) + 1 if data or whole else len(begun)
+        if end:
+            offsets[path] = offsets.get(path, 0) + end
+            yield begun[:end].decode(errors="replace")
+            del begun[:end]
