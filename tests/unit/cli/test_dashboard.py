@@ -25,6 +25,9 @@ KILLED: list[Entry] = [
     (10.05, "a", events.FirstStep(2, 61, 60, 0.08, 0)),
 ]
 LOSSES: list[Entry] = [(4.0 + at, "a", events.Step(1, 10 * at, 0, {"loss": 2.0 / at})) for at in range(1, 6)]
+SCORE: Entry = (9.1, "a", events.Step(1, 51, 0, {"loss": 0.4, "accuracy": 0.5}))
+"""A number that was first reported after an epoch."""
+
 WORK: list[Entry] = [
     (9.5, "a", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.02,))),
     (9.6, "b", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.05,))),
@@ -119,7 +122,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     It opens the run that its address asks for, and no other one where there is none of that name.
     """
     (tmp_path / "runs").mkdir(exist_ok=True)
-    write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES, *WORK])
+    write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES, SCORE, *WORK])
     command = [sys.executable, "-m", "elasticrt", "dashboard", "--log-dir", str(tmp_path / "runs")]
     with browser(tmp_path / "browser") as page, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         try:
@@ -130,8 +133,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
             page.ask("Emulation.setEmulatedMedia", features=dark)
             page.ask("Page.navigate", url=url)
             page.wait_for("document.body.innerText.includes('b training')")
-            assert page.value("document.querySelectorAll('canvas').length") == 8, (
-                "run, nodes, checkpoints, ranks, steps/s, loss"
+            assert page.value("document.querySelectorAll('canvas').length") == 9, (
+                "run, nodes, checkpoints, ranks, steps/s, loss, accuracy"
             )
             assert page.value("document.documentElement.scrollWidth") <= 390
             assert page.value("getComputedStyle(document.body).colorScheme") == "light dark"
