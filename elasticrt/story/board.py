@@ -8,7 +8,7 @@ from typing import Any
 
 from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
-from elasticrt.story.buckets import BUCKETS, Span, totals
+from elasticrt.story.buckets import BUCKETS, Span, coarse, totals
 from elasticrt.story.fold import Story
 from elasticrt.story.sentences import happened, seconds
 
@@ -27,8 +27,8 @@ POINTS_SHOWN = 400
 RANKS_SHOWN = 64
 SENTENCES_SHOWN = 60
 
-COLUMNS = 800
-"""A ribbon has room for so many pieces of time."""
+PIECES_SHOWN = 200
+"""A ribbon of a long run has so many pieces of time, each with its buckets."""
 
 
 def board(story: Story, now: float) -> dict[str, Any]:
@@ -85,7 +85,8 @@ def _saved(story: Story) -> str:
 
 
 def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
-    return [[round(span.begin, 3), round(span.end, 3), COLOURS[span.bucket]] for span in coarse(spans)]
+    shown = coarse(spans, PIECES_SHOWN)
+    return [[round(span.begin, 3), round(span.end, 3), COLOURS[span.bucket]] for span in shown]
 
 
 def _nodes(story: Story) -> list[dict[str, str]]:
@@ -103,22 +104,3 @@ def _nodes(story: Story) -> list[dict[str, str]]:
         word = seated_word if trains else "standing by" if name in alive else "gone"
         found.append({"name": name, "state": word if story.result is None else "ended", "ranks": ranks})
     return found
-
-
-def coarse(spans: Sequence[Span]) -> Sequence[Span]:
-    """The same in few enough pieces: of very many each column is in the bucket that most of it is in."""
-    if len(spans) <= COLUMNS:
-        return spans
-    begin, end = spans[0].begin, spans[-1].end
-    width = (end - begin) / COLUMNS
-    columns: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
-    for span in spans:
-        for number in range(int((span.begin - begin) / width), min(COLUMNS, int((span.end - begin) / width) + 1)):
-            left = begin + number * width
-            part = min(span.end, left + width) - max(span.begin, left)
-            columns[number][span.bucket] = columns[number].get(span.bucket, 0.0) + max(0.0, part)
-    return [
-        Span(begin + number * width, begin + (number + 1) * width, max(column, key=column.__getitem__))
-        for number, column in enumerate(columns)
-        if column
-    ]

@@ -512,21 +512,22 @@ class LifeSpans:
         return self._cursor - begin
 
 
+def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
+    """The same time in at most so many `pieces`, each divided between its buckets; spans that are longer stay whole."""
+    mixed = _Mixed((spans[-1].end - spans[0].begin) / pieces if spans else 0.0)
+    for span in spans:
+        mixed.add(span.begin, span.end, {span.bucket: 1})
+    mixed.flush()
+    return mixed.spans
+
+
 def coarser(spans: Sequence[Span]) -> list[Span]:
     """Fewer spans with the same totals: up to 64 neighbours of training become one span for each bucket."""
     found: list[Span] = []
     for trains, group in groupby(spans, lambda span: span.bucket in _TRAINING):
         mine = list(group)
-        if not trains:
-            found += mine
-            continue
         for begin in range(0, len(mine), _PIECE):
-            piece = mine[begin : begin + _PIECE]
-            at = piece[0].begin
-            for bucket, spent_s in totals(piece).items():
-                found.append(Span(at, at + spent_s, bucket))
-                at += spent_s
-            found[-1] = Span(found[-1].begin, piece[-1].end, found[-1].bucket)
+            found += coarse(mine[begin : begin + _PIECE], 1) if trains else mine[begin : begin + _PIECE]
     return found
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
-from elasticrt.story.buckets import SPANS_MAX, Span, together, totals
+from elasticrt.story.buckets import SPANS_MAX, Span, coarse, together, totals
 from elasticrt.story.fold import Series
 from elasticrt.story.report import worth
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
@@ -295,6 +295,20 @@ def test_a_long_life_is_kept_in_few_spans():
     assert (spent["data wait"], spent["pause"]) == (pytest.approx(1499.0), pytest.approx(374.75))
     assert sum(spent.values()) == pytest.approx(told.last)
     assert all(left.end == pytest.approx(right.begin) for left, right in pairwise(spans))
+
+
+def test_many_spans_become_few():
+    """A piece of time is divided between its buckets, a long span stays whole, and no second is lost."""
+    short = [(float(at), float(at + 1)) for at in range(3000)]
+    short += [(at + 4000, until + 4000) for at, until in short]
+    spans = [Span(begin, end, ("train", "data wait")[int(begin) % 2]) for begin, end in short]
+    spans.insert(3000, Span(3000.0, 4000.0, "detect"))
+    found = coarse(spans, 100)
+    assert len(found) < 250
+    assert totals(found) == pytest.approx(totals(spans))
+    assert all(left.end == right.begin for left, right in pairwise(found))
+    assert spans[3000] in found
+    assert coarse([], 100) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 10, 17, 100, 1001])
