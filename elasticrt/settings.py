@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from elasticrt.option_values import NO_STREAMS, Streams
 from elasticrt.run_options import RESTARTS, STOP_TIMEOUT_S, RunOptions
 from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
 
@@ -29,31 +28,12 @@ class Command:
 
 
 @dataclass(frozen=True)
-class LogOptions:
-    """Where output goes.
-
-    Attributes:
-        prefix: put before each line on the console, with ${node}, ${rank}, ${local_rank}, ${role_name} and
-            ${generation} filled in.
-        console_ranks: local ranks whose output is shown on the console; None for all.
-        redirected: streams that are not shown there.
-        files: whether output is also kept in files.
-        file_max_bytes: a file that has reached this size is closed with a note at its end.
-    """
-
-    prefix: str = ""
-    console_ranks: frozenset[int] | None = None
-    redirected: Streams = NO_STREAMS
-    files: bool = True
-    file_max_bytes: int = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True)
 class Settings:
     """What concerns one agent alone. What all agents of a run must agree on is a `RunSpec`.
 
     Attributes:
-        options: as they were given. The other fields are derived from them and from this machine.
+        options: as they were given, with the prefix of lines and the notes that fit them. The other fields are derived
+            from them and from this machine.
         run_id: the run's name.
         node: this node's name. If none was given, another one is taken when a live agent has this one already.
         address: where other nodes reach this machine; None: found from the way to etcd.
@@ -63,8 +43,6 @@ class Settings:
         credentials: how to authenticate there.
         serve: serve the embedded etcd on this address instead of loopback.
         run_dir: logs and events; shared by all nodes that see the same directory.
-        logs: what of the workers' output is kept and shown.
-        notes: sentences to print about the options.
         shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         alone: the warning to print if no other node has come after a while; "" for none.
         gpus: by local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
@@ -80,8 +58,6 @@ class Settings:
     credentials: Credentials
     serve: Address | None
     run_dir: Path
-    logs: LogOptions = field(default_factory=LogOptions)
-    notes: tuple[str, ...] = ()
     shared_options: tuple[str, ...] = ()
     alone: str = ""
     gpus: tuple[str, ...] = ()

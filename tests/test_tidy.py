@@ -41,6 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "workers": {
         "clock",
         "settings",
+        "run_options",
         "option_values",
         "event_log",
         "events",

@@ -127,7 +127,7 @@ class Agent(Side):
         try:
             self.node.open()  # Importing torch takes longest, so it begins first.
             self.console.open_last_line()
-            for note in self.settings.notes:
+            for note in self.settings.options.notes:
                 self.console.warn(note)
             self._answer_for_health()
             code = self.work()

@@ -105,7 +105,7 @@ class Supervisor:
         self._joining = JoiningWorkers()
         self.misfit: Failure | None = None
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
-        self.group = edges.worker_group(put, logs=settings.logs)
+        self.group = edges.worker_group(put, options=settings.options)
         self.seating = Seating(settings, self.group, edges)
         self.pages = WorkerPages(self.group)
         self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)

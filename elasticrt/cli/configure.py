@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.ipc.proc import gpus
 from elasticrt.option_values import as_name, check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
-from elasticrt.settings import Command, LogOptions, Settings
+from elasticrt.settings import Command, Settings
 from elasticrt.store.address import check_security, is_loopback
 from elasticrt.store.etcd_server import resolve, resolve_for_others
 from elasticrt.store.protocol import Address, Credentials
@@ -67,6 +68,8 @@ def configure(
     etcd, serve = where_etcd_is(options)
     run_id = options.run_id or _new_run_id()
     workers = count_workers(options.nproc_per_node, env)
+    notes = (f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)
+    options = replace(options, prefix=prefix_of(options, workers, env), notes=(*options.notes, *notes))
     settings = Settings(
         options=options,
         run_id=run_id,
@@ -78,8 +81,6 @@ def configure(
         credentials=read_credentials(options),
         serve=serve,
         run_dir=run_dir(options, run_id),
-        logs=log_options(options, workers, env),
-        notes=(*options.notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
     spec = RunSpec(
@@ -280,14 +281,9 @@ def _check_log_dir(directory: Path) -> None:
         raise ConfigError("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy) from None
 
 
-def log_options(options: RunOptions, workers: int, env: Mapping[str, str]) -> LogOptions:
-    """Which output of the workers is kept and shown, and how."""
+def prefix_of(options: RunOptions, workers: int, env: Mapping[str, str]) -> str:
+    """What the console puts before each line of workers."""
     prefix = env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", options.prefix)
     if prefix is None:
         prefix = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""
-    return LogOptions(
-        prefix=prefix,
-        console_ranks=options.local_ranks_filter,
-        redirected=options.hidden,
-        files=options.log_dir != os.devnull,
-    )
+    return prefix

@@ -20,7 +20,8 @@ from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.messages import Look, Release, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
-from elasticrt.settings import Command, LogOptions
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Command
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, file_of
@@ -37,11 +38,11 @@ class WorkerGroup:
         self,
         sink: Callable[[GroupEvent], None],
         *,
-        logs: LogOptions | None = None,
+        options: RunOptions | None = None,
         console: WorkerConsole | None = None,
     ) -> None:
         self._sink = sink
-        self._logs = logs or LogOptions()
+        self._options = options or RunOptions()
         self._console = console or WorkerConsole()
         self._workers: list[WorkerState] = []
         self._starts = 0
@@ -197,7 +198,7 @@ class WorkerGroup:
             directory=str(directory),
             fd_names=["stdout", "stderr", "channel", "page"],
         )
-        output, page = Output(env, self._logs, self._console), StatusPage(page_fd)
+        output, page = Output(env, self._options, self._console), StatusPage(page_fd)
         state = WorkerState(self._starts, env, output, channel, page, pipes, oom_kills())
         return state, start, [*fds, other_end.fileno(), page_fd]
 

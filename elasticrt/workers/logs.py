@@ -19,7 +19,7 @@ from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.option_values import ERR, OUT
-from elasticrt.settings import LogOptions
+from elasticrt.run_options import RunOptions
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ TAIL_LINES_MAX = 60
 TAIL_MAX_BYTES = 16 * 1024
 # A longer line is passed on in pieces, between which other workers' output may come.
 LINE_MAX_BYTES = 64 * 1024
+FILE_MAX_BYTES = 256 * 1024 * 1024
 
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
@@ -78,9 +79,9 @@ class WorkerConsole:
 class _File:
     """One log file: created by the first write, never larger than its limit."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._left = max_bytes
+        self._left = FILE_MAX_BYTES
         self._file: BinaryIO | None = None
 
     @property
@@ -110,7 +111,7 @@ class Output:
 
     _warned: bool = False  # Of the class: a full disk is reported once, not by each worker and generation.
 
-    def __init__(self, worker: WorkerEnv, options: LogOptions, console: WorkerConsole) -> None:
+    def __init__(self, worker: WorkerEnv, options: RunOptions, console: WorkerConsole) -> None:
         self._options = options
         self._console = console
         self._lines = {OUT: Line(), ERR: Line()}
@@ -127,13 +128,14 @@ class Output:
         # The names that a prefix may contain: torchrun's and ours.
         names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
         names |= {"generation": worker.generation, "role_name": worker.role}
-        self._prefix = os.fsencode(Template(options.prefix).safe_substitute(names))
-        shown = options.console_ranks is None or worker.local_rank in options.console_ranks
-        self._shown = frozenset({OUT, ERR}) - options.redirected.of(worker.local_rank) if shown else frozenset()
+        self._prefix = os.fsencode(Template(options.prefix or "").safe_substitute(names))
+        ranks = options.local_ranks_filter
+        shown = ranks is None or worker.local_rank in ranks
+        self._shown = frozenset({OUT, ERR}) - options.hidden.of(worker.local_rank) if shown else frozenset()
         self._files.clear()
-        for stream in (OUT, ERR) if options.files and worker.run_dir else ():
+        for stream in (OUT, ERR) if options.log_dir != os.devnull and worker.run_dir else ():
             path = file_of(worker.run_dir, worker.generation, worker.rank, worker.node, stream)
-            self._files[stream] = _File(path, options.file_max_bytes)
+            self._files[stream] = _File(path)
 
     @property
     def path(self) -> str:

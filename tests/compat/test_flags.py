@@ -60,7 +60,7 @@ class Case:
 
 
 def _shown(settings: Settings, _: RunSpec) -> list[frozenset[str]]:
-    return [settings.logs.redirected.of(local_rank) for local_rank in range(settings.workers)]
+    return [settings.options.hidden.of(local_rank) for local_rank in range(settings.workers)]
 
 
 TWO = ("--nproc-per-node", "2")
@@ -81,15 +81,17 @@ CASES = [
     Case("--rdzv-conf", "join_timeout=7,last_call_timeout=3", _agreed("join_timeout_s"), 7.0),
     Case("--standalone", "", _setting("serve"), None, ("--rdzv-endpoint", HERE, *OURS)),
     Case("--max-restarts", "7", lambda _, spec: (spec.max_restarts, spec.restarts_reset), (7, False)),
-    Case("--monitor-interval", "5", lambda settings, _: ["--monitor" in note for note in settings.notes], [True]),
+    Case(
+        "--monitor-interval", "5", lambda settings, _: ["--monitor" in note for note in settings.options.notes], [True]
+    ),
     Case("--start-method", "spawn", _setting("start_method"), "exec"),
     Case("--role", "trainer", lambda settings, spec: (settings.options.role, spec.role), ("trainer", "trainer")),
     Case("--module", "", _setting("command.kind"), "module"),
     Case("--no-python", "", _setting("command.kind"), "program"),
     Case("--log-dir", "/logs", _setting("run_dir"), Path("/logs/calm-fox"), ("--rdzv-id", "calm-fox")),
     Case("--redirects", "1:1", _shown, [frozenset(), frozenset({OUT})], TWO),
-    Case("--tee", "3", _setting("logs.prefix"), "[${role_name}${local_rank}]:", TWO),
-    Case("--local-ranks-filter", "0,12", _setting("logs.console_ranks"), frozenset({0, 12})),
+    Case("--tee", "3", _setting("options.prefix"), "[${role_name}${local_rank}]:", TWO),
+    Case("--local-ranks-filter", "0,12", _setting("options.local_ranks_filter"), frozenset({0, 12})),
     Case("--node-rank", "2", _setting("options.node_rank"), 2),
     Case(
         "--master-addr",
@@ -202,7 +204,7 @@ def test_one_node_leaves_the_port_to_the_script() -> None:
     """A script may use --master-port for a group of its own, as tcp://: with one node nothing of ours listens there."""
     settings, _ = _configure("--master-addr", "localhost", "--master-port", "29413", "train.py")
     assert (settings.serve, settings.etcd) == (None, ())
-    assert any("29413" in note for note in settings.notes)
+    assert any("29413" in note for note in settings.options.notes)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_a_bad_value_is_one_line_and_code_2(argv: list[str], words: str, capsys:
 def test_without_a_place_for_logs_there_are_none() -> None:
     """--log-dir /dev/null: workers' output is not kept, and the run's directory is where it always is."""
     settings, _ = _configure("--log-dir", "/dev/null", "--rdzv-id", "x", "train.py")
-    assert (settings.logs.files, settings.run_dir) == (False, Path("elasticrt_runs/x").absolute())
+    assert settings.run_dir == Path("elasticrt_runs/x").absolute()
 
 
 def test_the_shutdown_timeout_of_torch() -> None:
@@ -289,7 +291,7 @@ def test_the_shutdown_timeout_of_torch() -> None:
 def test_a_prefix_from_the_environment() -> None:
     """TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE is the console's prefix."""
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}
-    assert _configure("-t", "3", "train.py", env=env)[0].logs.prefix == "<${rank}> "
+    assert _configure("-t", "3", "train.py", env=env)[0].options.prefix == "<${rank}> "
 
 
 def test_the_page_is_of_this_table() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Warm
-from elasticrt.settings import Command, LogOptions
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Command
 from elasticrt.workers.environment import worker_environment
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.group import WorkerGroup
@@ -46,8 +47,8 @@ class Rig:
         self.events: queue.Queue[Any] = queue.Queue()
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
-        logs = LogOptions(console_ranks=frozenset())
-        self.group = WorkerGroup(self.events.put, logs=logs, console=WorkerConsole({}))
+        shown = RunOptions(local_ranks_filter=frozenset())
+        self.group = WorkerGroup(self.events.put, options=shown, console=WorkerConsole({}))
         self.group.use(self.parent)
         self.generation = 0
         self.run_dir = Path("no run yet")

@@ -279,7 +279,7 @@ def test_options_behind_the_script_are_its_own_and_said_to_be() -> None:
     """Who writes --nproc-per-node behind the script gets one worker, and is told why."""
     settings, _ = _configure("train.py", "--nproc_per_node=2", "--epochs", "3")
     assert settings.command.argv == ("train.py", "--nproc_per_node=2", "--epochs", "3")
-    (note,) = settings.notes
+    (note,) = settings.options.notes
     assert note.startswith("--nproc_per_node=2 stands behind the script and is left to it. Options go before SCRIPT")
 
 

@@ -20,7 +20,7 @@ from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.option_values import ERR
-from elasticrt.settings import LogOptions
+from elasticrt.run_options import RunOptions
 from elasticrt.workers.logs import Output, WorkerConsole
 from tests.unit.workers.states import worker
 
@@ -44,7 +44,7 @@ def checkpoints(path: Path) -> None:
 
 def logs(path: Path) -> None:
     """Logs, events, error files and stacks of a run."""
-    output = Output(worker("a", 0, 1, path / "run"), LogOptions(), WorkerConsole())
+    output = Output(worker("a", 0, 1, path / "run"), RunOptions(), WorkerConsole())
     output.write(ERR, b"text\n")
     output.close()
     events = EventLog("a", path / "run")

@@ -10,7 +10,7 @@ import pytest
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import ERR, OUT, Streams
-from elasticrt.settings import LogOptions
+from elasticrt.run_options import RunOptions
 from elasticrt.workers import logs
 from elasticrt.workers.logs import LINE_MAX_BYTES, TAIL_LINES_MAX, Output, WorkerConsole
 from tests.unit.workers.states import worker
@@ -34,7 +34,7 @@ def unwarned(monkeypatch):
 
 def outputs(console, directory=None, **options):
     """The outputs of ranks 0 and 1."""
-    return [Output(worker("node-1", rank, 3, directory), LogOptions(**options), console) for rank in (0, 1)]
+    return [Output(worker("node-1", rank, 3, directory), RunOptions(**options), console) for rank in (0, 1)]
 
 
 def test_lines_of_two_workers_do_not_mix(screen):
@@ -132,7 +132,7 @@ def test_files(screen, tmp_path):
     a.write(ERR, b"err\xff")
     a.close()
     b.close()
-    later = Output(worker("node-1", 0, 4, tmp_path / "run"), LogOptions(), console)
+    later = Output(worker("node-1", 0, 4, tmp_path / "run"), RunOptions(), console)
     later.write(OUT, b"later")
     later.close()
     files = {str(p.relative_to(tmp_path / "run")): p.read_bytes() for p in (tmp_path / "run").rglob("*.*")}
@@ -146,10 +146,11 @@ def test_files(screen, tmp_path):
     assert b.path == ""
 
 
-def test_a_file_has_a_limit(screen, tmp_path):
+def test_a_file_has_a_limit(screen, tmp_path, monkeypatch):
     """W16: a file that has reached its limit ends with a note."""
     console, read = screen
-    a, _ = outputs(console, tmp_path / "run", file_max_bytes=10)
+    monkeypatch.setattr(logs, "FILE_MAX_BYTES", 10)
+    a, _ = outputs(console, tmp_path / "run")
     for _ in range(4):
         a.write(OUT, b"12345678\n")
     a.close()
@@ -208,8 +209,8 @@ def test_filters(screen):
     """Only the chosen local ranks are shown, and of these what is not redirected; files have it all."""
     console, read = screen
     hidden = Streams(others=frozenset({OUT}), some={1: frozenset({ERR})})
-    a, b = outputs(console, redirected=hidden)
-    for output in (a, b, outputs(console, console_ranks=frozenset({1}))[0]):
+    a, b = outputs(console, hidden=hidden)
+    for output in (a, b, outputs(console, local_ranks_filter=frozenset({1}))[0]):
         output.write(OUT, b"out\n")
         output.write(ERR, b"err\n")
     assert read() == b"err\nout\n"
@@ -219,7 +220,7 @@ def test_a_prefix_in_torchruns_words(screen):
     """`${role_name}` and the like are filled in; what is no name of ours stays as it is."""
     console, read = screen
     one = worker("node-1", 5, 3, local_rank=1, role="trainer")
-    options = LogOptions(prefix="[${role_name}${local_rank}/${rank} ${node} ${generation} ${unknown}]:")
+    options = RunOptions(prefix="[${role_name}${local_rank}/${rank} ${node} ${generation} ${unknown}]:")
     Output(one, options, console).write(OUT, b"x\n")
     assert read() == b"[trainer1/5 node-1 3 ${unknown}]:x\n"
 
@@ -227,7 +228,7 @@ def test_a_prefix_in_torchruns_words(screen):
 def test_nothing_is_kept_when_nothing_should_be(screen, tmp_path):
     """Without files there are none, and the console and the tail for reports are as ever."""
     console, read = screen
-    a, _ = outputs(console, tmp_path, files=False)
+    a, _ = outputs(console, tmp_path, log_dir="/dev/null")
     a.write(ERR, b"oops\n")
     a.close()
     assert list(tmp_path.iterdir()) == [tmp_path / "screen"]
