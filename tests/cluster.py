@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.playground import end_embedded_store
 from elasticrt.event_log import files, records
 from elasticrt.events import AgentStarted
 from elasticrt.story.buckets import totals
 from elasticrt.story.run_dir import read
+from tests.servers import end_embedded_store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORDER = REPOSITORY / "tests" / "chaos" / "recorder.py"

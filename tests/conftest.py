@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrt.cli.playground import end_embedded_store
 from elasticrt.ipc.collateral_errors import NOT_LET_GO
+from tests.servers import end_embedded_store
 
 MARK = "ELASTICRT_TEST_RUN"
 GRACE_S = 15.0

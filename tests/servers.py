@@ -21,6 +21,7 @@ from types import TracebackType
 from uuid import uuid4
 
 from elasticrt.ipc.leash import command_of
+from elasticrt.store import embedded
 from elasticrt.store.protocol import Address
 
 READY_S_MAX = 60.0
@@ -52,6 +53,19 @@ def _stands(task: Path) -> bool:
     with suppress(OSError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
     return True
+
+
+def end_embedded_store(run_id: str) -> None:
+    """End the etcd that agents have started for themselves, and wait for its end.
+
+    Without a result of the run it would wait for agents to come again.
+    """
+    served = embedded.find(run_id)
+    if served is None:
+        return
+    with suppress(ProcessLookupError):  # It has ended since.
+        os.kill(served.keeper_pid, signal.SIGINT)
+    wait_until(lambda: not served.lives(), f"the etcd of {run_id} has ended")
 
 
 KNOCK = """

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,12 @@ from elasticrt.cli.configure import configure as configure_run
 from elasticrt.cli.configure import count_workers
 from elasticrt.cli.options import add_command, read
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Screen, Simulation, play
 from elasticrt.run_options import RunOptions
 
 NODES_MAX = 256  # Real processes of one machine, each with its workers.
-
-STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything starts."""
-    simulation = configure(arguments, os.environ)
-    try:
-        return play(simulation, Screen(sys.stdout, os.environ))
-    finally:
-        if not run.options_given(arguments, os.environ).etcd:
-            end_embedded_store(simulation.run_id)
-
-
-def end_embedded_store(run_id: str) -> None:
-    """End the etcd that the agents have started for themselves, and wait for its end.
-
-    Without a result of the run it would wait for agents to come again. Those of a simulation never do.
-    """
-    from elasticrt.store import embedded
-
-    served, until = embedded.find(run_id), time.monotonic() + STORE_END_S
-    if served is None:
-        return
-    with suppress(ProcessLookupError):  # It has ended since.
-        os.kill(served.keeper_pid, signal.SIGINT)
-    while served.lives() and time.monotonic() < until:
-        time.sleep(LOOK_AGAIN_S)
+    return play(configure(arguments, os.environ), Screen(sys.stdout, os.environ))
 
 
 def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulation:
