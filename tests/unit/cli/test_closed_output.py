@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 
-from elasticrt.cli import status
-from elasticrt.cli.live_run import LiveRun
-from elasticrt.rendezvous.records import Keys, SpecRecord
-from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Put, Txn
-from tests.memory_store import MemoryServer, MemoryStore
+from elasticrt.cli.main import main
+from tests.unit.story.told import started, write
 
 
 @pytest.mark.parametrize(
@@ -84,16 +80,14 @@ def run(words: list[str], *, command: Sequence[str] = (), **options: Any) -> sub
     return subprocess.run(command, text=True, timeout=60, check=False, **options)
 
 
-def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`elasticrt status | head -3`: what is left is dropped, and what the run's state is, is no error."""
-    store, keys = MemoryStore(MemoryServer(lambda: 0.0)), Keys("x")
-    spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=1)
-    store.commit(Txn((), (Put(keys.spec, spec.model_dump_json().encode()),), "a run"))
+    write(tmp_path / "x", [(0.0, "a", started())])
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        status.show(LiveRun(store, keys, Path("runs")), "nobody is here")
+        assert main(["status", str(tmp_path / "x")]) == 0
 
 
 @pytest.mark.parametrize("words", [["status", "--watch"], ["events", "--follow"], ["logs", "--follow"]], ids=str)

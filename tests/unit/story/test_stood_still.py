@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.status import describe
+from elasticrt.cli.status import show
 from elasticrt.ipc.wording import ANEW
 from elasticrt.liveness.straggler import Straggler
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report
 from elasticrt.story.sentences import doing, happened, now_at, state
-from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
+from tests.unit.story.test_too_few_nodes import MEMBER, agreed, live
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 30_000.0, "agree": 200.0, "script": 300.0, "restore": 250.0, "first_step": 250.0}
@@ -309,10 +309,7 @@ def test_all_views_say_that_no_step_is_made_while_it_lasts():
     shown = board(told, now)
     assert [(each["name"], each["state"]) for each in shown["nodes"]] == [("a", "standing still"), ("b", "waited for")]
     assert [6.0, "bad", REASON] in shown["sentences"]
-    lines = describe(
-        "r", SPEC, [MEMBER, MEMBER], generation=agreed(waits=False), saved=None, result=None, without_nodes="",
-        standing=told.standing(now),
-    )  # fmt: skip
+    lines, _ = show(live(agreed(waits=False), MEMBER, MEMBER.model_copy(update={"node": "b"})), told, now)
     assert lines[0] == f"run r: {REASON}"
     goes_on = story([*HANG, (19.0, "a", events.Step(1, 21, 0, {}))])
     assert (state(goes_on, 20.0), goes_on.standing(20.0)) == ("running", "")

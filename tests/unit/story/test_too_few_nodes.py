@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.change_run import _consequence, _here
-from elasticrt.cli.status import describe
+from elasticrt.cli.live_run import LiveRun
+from elasticrt.cli.status import show
 from elasticrt.rendezvous.leader_context import how_gone
-from elasticrt.rendezvous.records import Generation, Member, SpecRecord
+from elasticrt.rendezvous.records import Generation, Keys, Member, SpecRecord
 from elasticrt.spec import RunSpec
+from elasticrt.store.protocol import Put, Txn
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import SILENT, Story
 from elasticrt.story.report import changes, longest
 from elasticrt.story.sentences import now_at, state
+from tests.memory_store import MemoryServer, MemoryStore
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
 
 TWO_NEEDED: list[Entry] = [(at, node, replace(event, min_nodes=2)
@@ -191,20 +195,29 @@ def agreed(*, waits: bool) -> Generation:
         kind="lost", in_place=True, waits=waits, nonce="b" * 16, chunks=1)  # fmt: skip
 
 
+def live(generation: Generation, *members: Member) -> LiveRun:
+    """A run with these keys in etcd."""
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("r"), Path("runs"))
+    records = {run.keys.spec: SPEC, run.keys.generation: generation}
+    records |= {f"{run.keys.members}{member.node}": member for member in members}
+    run.store.commit(Txn((), tuple(Put(key, each.encode()) for key, each in records.items()), why="a test"))
+    return run
+
+
 @pytest.mark.parametrize(
-    ("waits", "runs", "waited_s", "words"),
+    ("waits", "runs", "told", "words"),
     [
-        (True, 2, 12.0, "waits for 1 more node, no step for 12 s; gives up in 48 s"),
+        (True, 2, story(BEGINS), "waits for 1 more node, no step for 12 s; gives up in 48 s"),
         (True, 2, None, "waits for 1 more node"),
         (False, 0, None, "waits for 1 more node"),
         (False, 2, None, "alive"),
     ],
     ids=["since-when-and-until-when", "without-its-directory", "workers-have-ended", "trains-until-the-next-change"],
 )
-def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float | None, words: str) -> None:
+def test_status_says_that_the_run_waits(waits: bool, runs: int, told: Story | None, words: str) -> None:
     """By etcd alone how many nodes lack; by the run's directory also since when, and until when."""
-    lines = describe("r", SPEC, [MEMBER.model_copy(update={"generation": runs})], generation=agreed(waits=waits),
-        saved=None, result=None, without_nodes="nobody is here", waited_s=waited_s)  # fmt: skip
+    run = live(agreed(waits=waits), MEMBER.model_copy(update={"generation": runs}))
+    lines, _ = show(run, told, 22.5)
     assert lines[0] == f"run r: {words}"
     assert ("  a: waiting, " in lines[-1]) is (waits or not runs)
     assert any(line.startswith("last generation 2: ") for line in lines) is (not runs)
@@ -212,11 +225,10 @@ def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float 
 
 def test_status_says_that_the_run_waits_for_a_newcomer_to_set_up() -> None:
     """There are enough nodes, and one of them cannot train yet."""
-    members = [MEMBER.model_copy(update={"generation": 2}), MEMBER.model_copy(update={"node": "b", "warm": False})]
-    lines = describe("r", SPEC, members, generation=agreed(waits=True), saved=None, result=None,
-        without_nodes="nobody is here", waited_s=12.0)  # fmt: skip
-    assert lines[0] == "run r: waits until b can train, no step for 12 s"
-    assert lines[-1].startswith("  b: starting, ")
+    members = [MEMBER.model_copy(update={"generation": 2}), MEMBER.model_copy(update={"node": "c", "warm": False})]
+    lines, _ = show(live(agreed(waits=True), *members), story(BEGINS), 22.5)
+    assert lines[0] == "run r: waits until c can train, no step for 12 s"
+    assert lines[-1].startswith("  c: starting, ")
 
 
 def test_resize_says_how_many_nodes_are_not_in_the_generation() -> None:
