@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elasticrt.agent.health_server import is_foreign
-from elasticrt.cli.report import PAGE, looks
+from elasticrt.cli.report import PAGE
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.std_streams import write
 from elasticrt.store.address import is_loopback
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tell(self, directory: Path) -> None:
         story, told_at = Story(), 0.0
-        for lines, _ in looks(directory, story, lambda: False):
+        for lines, _ in run_dir.looks(directory, story, lambda: False):
             if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json_text(board(story, time.time())).encode() + b"\n\n")

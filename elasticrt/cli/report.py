@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from elasticrt import events
 from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
 from elasticrt.errors import EXIT_OK, ConfigError
-from elasticrt.event_log import PIECE_BYTES, files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
 from elasticrt.option_values import host_and_port, whole
@@ -21,12 +19,10 @@ from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.board import board
 from elasticrt.story.fold import Story
-from elasticrt.story.run_dir import dead_here
 from elasticrt.story.sentences import trouble
 from elasticrt.text import cut, json_text, plain
 
 PAGE = Path(__file__).with_name("dashboard.html")
-LOOK_EVERY_S = 0.2
 RUNS_SHOWN, STATE_SHOWN_BYTES = 20, 160
 
 REPORT = """\
@@ -117,7 +113,7 @@ def _awaited(run: str | None, log_dir: str) -> Path:
         if not said:
             said = True
             tell(f"elasticrt: waiting for the first event of {run or 'a run'} in {log_dir}, until Ctrl-C\n")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(run_dir.LOOK_EVERY_S)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -212,7 +208,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     before, offsets = None, dict[Path, int]()
     for _, last in _looks(arguments, directory):
         for path in logs():
-            for text in added(path, offsets, whole=not last):
+            for text in run_dir.added(path, offsets, whole=not last):
                 title = f"==> {path.relative_to(directory)} <==\n" if path != before else ""
                 write(sys.stdout, title + text)
                 before = path
@@ -220,59 +216,14 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[list[str], bool]]:
-    """See `looks`: one, or with --follow until all agents have ended."""
+    """See `run_dir.looks`: one, or with --follow until all agents have ended."""
     story, said = Story(), False
 
     def over() -> bool:
         return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives and not story.alive())
 
-    for look in looks(directory, story, over):
+    for look in run_dir.looks(directory, story, over):
         yield look
         if not (look[1] or said):
             said = True
             tell(f"elasticrt: waiting for more of run {directory.name}, until its agents end or Ctrl-C\n")
-
-
-def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
-    """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
-    offsets: dict[Path, int] = {}
-
-    def read() -> list[str]:
-        pieces = (text for path in files(directory) for text in added(path, offsets, whole=True))
-        lines = [line for text in pieces for line in text.splitlines()]
-        known = [(story.clocks.when(record), line, record) for line in lines if (record := events.decode(line))]
-        known.sort(key=lambda each: each[0])
-        for _, _, record in known:
-            story.tell(record)
-        return [line for _, line, _ in known]
-
-    last = False
-    while not last:
-        lines = read()
-        story.run_id = story.run_id or directory.name
-        if dead := dead_here(story):
-            lines += read()  # What they have written before their end.
-            for node in dead:
-                story.killed(node)
-        last = over()
-        yield lines, last
-        if not last:
-            time.sleep(LOOK_EVERY_S)
-
-
-def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
-    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
-
-    The file is open only while a piece of it is read, because a run may have thousands of files.
-    """
-    begun, data = bytearray(), b" "
-    while data:
-        with path.open("rb") as file:
-            file.seek(offsets.get(path, 0) + len(begun))
-            data = file.read(PIECE_BYTES)
-        begun += data
-        end = begun.rfind(b"\n", len(begun) - len(data)) + 1 if data or whole else len(begun)
-        if end:
-            offsets[path] = offsets.get(path, 0) + end
-            yield begun[:end].decode(errors="replace")
-            del begun[:end]

@@ -9,10 +9,9 @@ clock is set. Machines are compared by the wall clock that each had at its first
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeVar
@@ -821,18 +820,6 @@ def no_step(culprit: events.Culprit, age_s: float, *, counts: bool = True) -> st
     """`no step for 3 s after step 58: rank 1 on node-1 sleeps`, of a finding, `age_s` after that step. See `Stand`."""
     after = f" after step {culprit.step:,}" if counts else ""
     return f"no step for {age_s:.0f} s{after}: {culprit.reason}"
-
-
-def story_of(*sources: Iterable[events.Record]) -> Story:
-    """The story of the events in several `sources`, such as a file for each node. Each source is in order."""
-    story = Story()
-
-    def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:
-        return ((story.clocks.when(record), record) for record in source)
-
-    for _, record in heapq.merge(*map(timed, sources), key=lambda each: each[0]):
-        story.tell(record)
-    return story
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
-from elasticrt.event_log import files, records
-from elasticrt.events import VERSION, AgentStopped, Result
+from elasticrt.event_log import PIECE_BYTES, files, records
+from elasticrt.events import VERSION, AgentStopped, Record, Result, decode
 from elasticrt.ipc.proc import machine, stat
-from elasticrt.story.fold import Story, story_of
+from elasticrt.story.fold import Story
 
+LOOK_EVERY_S = 0.2
 END_BYTES = 4096
 """The last line of an agent that has ended is shorter."""
 
@@ -61,20 +64,68 @@ def _unreadable(what: str, path: Path, error: OSError) -> ConfigError:
 
 def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
+    story = Story()
     try:
-        story = story_of(*map(records, files(directory)))
-        if dead_here(story):  # What they have written before their end may be read by now.
-            story = story_of(*map(records, files(directory)))
-            for node in dead_here(story):
-                story.killed(node)
+        for _ in _news(directory, story, {}):
+            pass
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
-    story.run_id = story.run_id or directory.name
     if not story.lives:
         got, expected = "no event of an agent", f"events of version {VERSION}"
         remedy = "Wait for the first agent's, or name another run"
         raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
     return story
+
+
+def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
+    """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
+    offsets, last = dict[Path, int](), False
+    while not last:
+        lines = list(_news(directory, story, offsets))
+        last = over()
+        yield lines, last
+        if not last:
+            time.sleep(LOOK_EVERY_S)
+
+
+def _news(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[str]:
+    """The lines of events behind the `offsets`, which move on, by time. Each is told to `story` before."""
+    yield from _told(directory, story, offsets)
+    story.run_id = story.run_id or directory.name
+    if dead := dead_here(story):
+        yield from _told(directory, story, offsets)  # What they have written before their end.
+        for node in set(dead).intersection(story.alive()):
+            story.killed(node)
+
+
+def _told(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[str]:
+    def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
+        for text in added(path, offsets, whole=True):
+            for line in text.splitlines():
+                if (record := decode(line)) is not None:
+                    yield story.clocks.when(record), line, record
+
+    for _, line, record in heapq.merge(*map(timed, files(directory)), key=lambda each: each[0]):
+        story.tell(record)
+        yield line
+
+
+def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
+    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
+
+    The file is open only while a piece of it is read, because a run may have thousands of files.
+    """
+    begun, data = bytearray(), b" "
+    while data:
+        with path.open("rb") as file:
+            file.seek(offsets.get(path, 0) + len(begun))
+            data = file.read(PIECE_BYTES)
+        begun += data
+        end = begun.rfind(b"\n", len(begun) - len(data)) + 1 if data or whole else len(begun)
+        if end:
+            offsets[path] = offsets.get(path, 0) + end
+            yield begun[:end].decode(errors="replace")
+            del begun[:end]
 
 
 def dead_here(story: Story) -> list[str]:

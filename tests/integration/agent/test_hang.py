@@ -16,10 +16,10 @@ import pytest
 from elasticrt.event_log import records
 from elasticrt.ipc.proc import state_of
 from elasticrt.story.buckets import totals
-from elasticrt.story.fold import story_of
 from elasticrt.story.sentences import happened
 from tests.cluster import Cluster, kill
 from tests.integration.trouble.stepping import Stepping
+from tests.unit.story.told import story_of
 
 SCRIPT = """
 import contextlib, ctypes, os, signal, sys, time

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elasticrt.event_log import records
-from elasticrt.story.fold import story_of
 from tests.cluster import Cluster
+from tests.unit.story.told import story_of
 
 SCRIPT = """
 import os, sys, time

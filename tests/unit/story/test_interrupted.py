@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.report import looks
 from elasticrt.ipc.proc import machine
 from elasticrt.story import run_dir
 from elasticrt.story.board import board
@@ -106,7 +105,7 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
         begins = events.AgentStarted(process.pid, "calm-fox", "etcd", "runs/calm-fox", machine(), 1, 4)
         write(tmp_path, [(0.0, "a", begins), (1.0, "a", warm()), (2.0, "a", begun(1, "a", "start"))])
         told, alive = Story(), []
-        for number, _ in enumerate(looks(tmp_path, told, lambda: len(alive) == 3)):
+        for number, _ in enumerate(run_dir.looks(tmp_path, told, lambda: len(alive) == 3)):
             alive.append(told.alive())
             if number == 0:
                 process.kill()
@@ -114,5 +113,5 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
     assert alive[0] == ("a",)
     assert alive[1] == ()
     later = Story()
-    next(looks(tmp_path, later, lambda: True))
+    next(run_dir.looks(tmp_path, later, lambda: True))
     assert later.alive() == ()

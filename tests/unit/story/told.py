@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
 from elasticrt import events
-from elasticrt.story.fold import Story, story_of
+from elasticrt.story.fold import Story
 
 Entry = tuple[float, str, events.Event]
 
@@ -42,6 +43,18 @@ def story(entries: Iterable[Entry]) -> Story:
     for at, node, event in entries:
         by_node.setdefault(node, []).append(record(at, node, event))
     return story_of(*by_node.values())
+
+
+def story_of(*sources: Iterable[events.Record]) -> Story:
+    """The story of the events in several `sources`, such as a file for each node. Each source is in order."""
+    told = Story()
+
+    def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:
+        return ((told.clocks.when(each), each) for each in source)
+
+    for _, each in heapq.merge(*map(timed, sources), key=lambda pair: pair[0]):
+        told.tell(each)
+    return told
 
 
 def write(directory: Path, entries: Iterable[Entry]) -> None:
