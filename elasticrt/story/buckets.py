@@ -107,24 +107,11 @@ class Standstill:
     Attributes:
         since, until: seconds; infinity: it goes on, or its generation has ended in it.
         culprit: the newest finding about whom the others wait for; None: there is none.
-        findings: those with another reason than the one before, and from when on each of them holds.
     """
 
     since: float
     until: float = math.inf
     culprit: events.Culprit | None = None
-    findings: list[tuple[float, events.Culprit]] = field(default_factory=list)
-
-    def blame(self, culprit: events.Culprit, at: float) -> None:
-        """It is found `at`."""
-        if not self.findings or self.findings[-1][1].reason != culprit.reason:
-            self.findings.append((at if self.findings else self.since, culprit))
-        self.culprit = culprit
-
-    def longest(self, until: float) -> events.Culprit:
-        """The finding that has held for longest `until` then."""
-        ends = [*(at for at, _ in self.findings[1:]), until]
-        return max(zip(ends, self.findings, strict=True), key=lambda each: each[0] - each[1][0])[1][1]
 
 
 @dataclass
@@ -197,7 +184,6 @@ class Course:
         """
         if step + (blamed is not None) < self.step:
             return
-        at = since + (blamed.age_s if blamed is not None else 0.0)
         step = max(step, self.step)
         if self.step and step == self.step:  # The workers were looked at a moment before `now`.
             since = min(since, self.step_at)
@@ -206,7 +192,7 @@ class Course:
         stand = self.stands[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
         if blamed is not None:
-            stand.blame(blamed, at)
+            stand.culprit = blamed
         if self.step:
             self.step, self.step_at = step, stand.since
 

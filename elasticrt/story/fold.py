@@ -361,14 +361,15 @@ class Story:
     def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
         """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
 
-        One that outlives its generation is one. Of several reasons it has the one that has held for longest.
+        One that outlives its generation is one. Of several reasons it has the newest.
         """
         last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
         before = -math.inf
         for stand, course in self._stood_still:
+            assert stand.culprit is not None
             before = before if abs(stand.since - before) < LATE_S else stand.since
             until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.longest(until), self.counts), self._seen(before, until))
+            found[before] = (Stand(before, stand.culprit, self.counts), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:

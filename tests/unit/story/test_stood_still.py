@@ -200,14 +200,14 @@ def test_steps_end_a_pause_at_once():
     assert totals(told.spans_by_node(11.0)["a"])["pause"] == pytest.approx(2.0)
 
 
-def test_a_hang_is_told_after_it_where_it_was_for_longest():
-    """While it lasts, by its newest finding."""
+def test_a_hang_is_told_by_its_newest_finding():
+    """While it lasts and after it."""
     moved = replace(culprit(20, 11.0), reason="rank 1 evaluates")
     lasts = story([*HANG, *((17.0, node, moved) for node in "ab")])
     assert lasts.standing(18.0) == "no step for 12 s after step 20: rank 1 evaluates"
     over = story([*HANG, *((17.0, node, moved) for node in "ab"), (19.0, "a", events.Step(1, 21, 0, {}))])
     bad = [each.text for each in happened(over) if each.kind == "bad"]
-    assert bad == ["no step for 13 s after step 20: rank 1 sleeps"]
+    assert bad == ["no step for 13 s after step 20: rank 1 evaluates"]
 
 
 def test_the_last_step_is_as_old_as_its_node_says():
