@@ -70,7 +70,7 @@ from elasticrt.rendezvous.reconfiguration import handing_over, planned
 from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
-from elasticrt.spec import RunSpec, difference, resized
+from elasticrt.spec import difference, resized
 
 COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported. A killed worker is reported within
@@ -264,10 +264,10 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     """The leader's duties, most urgent first."""
     assert view.spec is not None
     assert view.complete, "a leader has read all members before it decides"
-    if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
-        return _start(view, view.spec.record.spec, now)
-
     led = LeaderContext(me, view, now)
+    if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
+        return _start(led)
+
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
         return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
@@ -325,18 +325,19 @@ def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
     return seats_for(entry for entry in new if entry.record.incarnation not in view.verdicts)
 
 
-def _start(
-    view: View, spec: RunSpec, now: float, kind: Literal["start", "lost"] = "start", cause: str = ""
-) -> Decision:
+def _start(led: LeaderContext, kind: Literal["start", "lost"] = "start", cause: str = "") -> Decision:
     """No member of the last generation is left, for this `cause`, or there was none: wait for quiet, then begin."""
-    short = too_few(view, spec, now)
+    short = too_few(led)
     if short is not None:
         return short
-    settled = settled_at(view, spec)
-    if now < settled:
-        return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
-    cause = cause or ("start" if view.number == 0 else ANEW)
-    return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
+    settled = settled_at(led)
+    if led.now < settled:
+        return Wait(f"{counted(len(candidates(led.view)), 'node')} ready; waiting for quiet", settled)
+    cause = cause or ("start" if led.view.number == 0 else ANEW)
+    head = led.view.head
+    # A leader whose own seat was deleted in etcd may hold a copy: it is not the state of a roster that it is not in.
+    led = replace(led, me=replace(led.me, copy=None))
+    return publish(led, kind, cause, restarts=Restarts(step=head.record.reached if head else 0))
 
 
 def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
@@ -345,7 +346,7 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
     cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
     if len(lost) == len(led.seats):
-        return _start(led.view, led.spec, led.now, "lost", cause)
+        return _start(led, "lost", cause)
     if (wait := saving(led, lost)) is not None:
         return wait
     return re_form(led, "lost", cause)
@@ -386,7 +387,7 @@ def _give_up(led: LeaderContext, reason: str, text: str) -> Decision:
     if not go_on(led.view, left):
         return Finish(reason, "failed", EXIT_WORKERS, text)
     last = Failure(rank=0, code=EXIT_WORKERS, collateral=False, summary=reason, text=text)
-    return publish(led.view, led.spec, "failure", last.summary, restarts=same, members=left, waits=True, last=last)
+    return publish(led, "failure", last.summary, restarts=same, members=left, waits=True, last=last)
 
 
 def _when_saved(led: LeaderContext, last: Failure) -> Decision:

@@ -151,7 +151,7 @@ class LeaderContext:
         if self.in_place or not self.leaving:
             return None
         leaving = [self.view.members[seat.node] for seat in self.leaving]
-        _, holder = _newest_copy(self.view, [*startable(self.view), *leaving], self.me)
+        _, holder = _newest_copy(self, [*startable(self.view), *leaving])
         return holder if holder is not None and holder.record.draining else None
 
     @cached_property
@@ -200,13 +200,11 @@ class LeaderContext:
 
 
 def publish(
-    view: View,
-    spec: RunSpec,
+    led: LeaderContext,
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"],
     cause: str,
     *,
     restarts: Restarts,
-    me: Me | None = None,
     members: list[Stored[Member]] | None = None,
     waits: bool = False,
     last: Failure | None = None,
@@ -214,25 +212,24 @@ def publish(
     """The next generation: of workers that go on in place where enough of them can, else of workers started anew.
 
     Args:
-        view: what the leader knows.
-        spec: the run's options.
+        led: what the leader's work stands on.
         kind: what makes it necessary, for logs and for the count of restarts.
         cause: the same in words, for people.
         restarts: the failures so far, this one included.
-        me: the leader's own state, which may hold a copy of the training state. None where no member can.
         members: whom to choose from; None: all that can start workers.
         waits: whether they are too few for a step, so that those who have the state save it and wait.
         last: the failure with which the run ends when they have saved it.
     """
+    view = led.view
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
     ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
-    in_place = len(ready) >= max(1, 0 if waits else spec.min_nodes)
+    in_place = len(ready) >= max(1, 0 if waits else led.spec.min_nodes)
     # In place those that have the state come first, so that one of them gets in.
     having = {entry.record.incarnation for entry in survivors(view)}
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
-    chosen = seat_order(ready if in_place else able, before, spec.max_nodes)
-    memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
+    chosen = seat_order(ready if in_place else able, before, led.spec.max_nodes)
+    memory, holder = (None, None) if in_place else _newest_copy(led, chosen)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
     seats = seats_for(chosen, in_place=in_place)
@@ -274,18 +271,18 @@ def re_form(
         cause: in words, for people.
         restarts: the failures so far; None: no worker has failed, so it costs no restart.
     """
-    short, restarts = too_few(led.view, led.spec, led.now), restarts or led.generation.restarts
+    short, restarts = too_few(led), restarts or led.generation.restarts
     asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
     saved = led.generation.waits or (asked is not None and asked.record.save)
     saved = saved and all(led.said(seat, "held") for seat in here)
     left = startable(led.view, draining=not saved)
     if not (led.others_go_on or isinstance(short, Finish)) and go_on(led.view, left):
-        return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
+        return publish(led, kind, cause, restarts=restarts, members=left, waits=True)
     if kind in ("failure", "lost") and led.sole_holder is not None:
         members = [*startable(led.view), led.sole_holder]
         if len(members) >= led.spec.min_nodes:
-            return publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me, members=members)
-    return short or publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
+            return publish(led, kind, cause, restarts=restarts, members=members)
+    return short or publish(led, kind, cause, restarts=restarts)
 
 
 def left_until(led: LeaderContext) -> float:
@@ -368,13 +365,14 @@ def _goes_on_unheard(view: View, entry: Stored[Member]) -> bool:
     return view.generation is not None and view.generation.record.in_place and entry.record.generation < view.number
 
 
-def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tuple[Copy | None, Stored[Member] | None]:
+def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy | None, Stored[Member] | None]:
     """The newest copy that one of these members holds, and its holder.
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
     copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
     which was committed in that generation or is what it resumed from, and be newer.
     """
+    view, me = led.view, led.me
     if view.generation is None:
         return None, None
     before, head = view.generation.record, view.head.record if view.head else None
@@ -387,7 +385,7 @@ def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tup
         report = reports.get(entry.record.node)
         if report is not None and report.record.incarnation == entry.record.incarnation:
             copy = report.record.memory
-        elif me is not None and me.record.incarnation == entry.record.incarnation and me.seated == before.number:
+        elif me.record.incarnation == entry.record.incarnation and me.seated == before.number:
             copy = me.copy
         else:
             continue
@@ -396,11 +394,12 @@ def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tup
     return best
 
 
-def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
+def too_few(led: LeaderContext) -> Decision | None:
     """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for all members alike.
 
-    None when there are enough. `now` is the leader's monotonic clock, in seconds.
+    None when there are enough.
     """
+    view, spec, now = led.view, led.spec, led.now
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
         return None
@@ -425,12 +424,13 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
     return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
 
 
-def settled_at(view: View, spec: RunSpec) -> float:
+def settled_at(led: LeaderContext) -> float:
     """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
 
     Quiet means that all members are ready and the last one came some time ago. The limit counts from when
     min-nodes were ready.
     """
+    view, spec = led.view, led.spec
     ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
     if len(ready) >= spec.max_nodes:
         return ready[spec.max_nodes - 1]

@@ -103,7 +103,7 @@ def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
     members = startable(led.view, draining=True)
     if led.leaving and go_on(led.view, members):
         same = led.generation.restarts
-        return publish(led.view, led.spec, wish.kind, wish.cause, restarts=same, members=members, waits=True)
+        return publish(led, wish.kind, wish.cause, restarts=same, members=members, waits=True)
     return re_form(led, wish.kind, wish.cause)
 
 
@@ -112,7 +112,7 @@ def _after_waiting(led: LeaderContext) -> Decision:
     missing, until = [seat for seat in led.seats if led.key_of(seat) and not led.said(seat, "held")], left_until(led)
     if led.leaving and missing and led.now < until:
         return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)
-    short = too_few(led.view, led.spec, led.now)
+    short = too_few(led)
     if short is not None:
         return short
     if led.leaving:
@@ -158,7 +158,7 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
     leaving = [led.view.members[seat.node] for seat in led.leaving]
     members = [*candidates(led.view), *leaving]
     cause = f"{wish.cause}, after they have saved"
-    return publish(led.view, led.spec, wish.kind, cause, restarts=led.generation.restarts, me=led.me, members=members)
+    return publish(led, wish.kind, cause, restarts=led.generation.restarts, members=members)
 
 
 def _wish(led: LeaderContext) -> Reconfiguration | Wait:

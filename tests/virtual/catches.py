@@ -314,7 +314,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lead without: lost or not led.seats": ("L1", "a node leaves, and its machine goes off"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
     "_asking_again without: led.now >= again and isinstance(decision, Wait | Publish)": ("L8", "the leader is silent"),
-    "_start without: now < settled": ("L6", "a node is killed"),
+    "_start without: led.now < settled": ("L6", "a node is killed"),
     "_after_loss without: len(lost) == len(led.seats)": ("L6", "all nodes are lost, and others come"),
     "_after_failure without: first.early and first.early == led.generation.restarts.early and (not led.gets_f": (
         "S13",
