@@ -61,14 +61,12 @@ def enter(
     if not isinstance(place, Entered):
         return place
     guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.value if generation else b"")
+    record = None
     if known is None or not alive:
         # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
         same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
-        record = known if known is not None and same else SpecRecord(spec=place.spec, attempt=place.attempt)
-        txn = transactions.register(keys, guard, record, member, lease)
-    else:
-        txn = transactions.register_again(keys, guard, member, lease)
-    done, _ = yield Transact(txn)
+        record = known if same else SpecRecord(spec=place.spec, attempt=place.attempt)
+    done, _ = yield Transact(transactions.register(keys, guard, member, lease, record))
     return place if done.succeeded else None
 
 
@@ -127,7 +125,7 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         yield from replica.refresh()
     elif mine is not None:
         return False  # Of another process with this name: its lease ends, or it lives.
-    txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)
+    txn = transactions.register(keys, Guard.of(replica.view), member, lease)
     return bool((yield from replica.write(txn)))
 
 

@@ -92,31 +92,20 @@ def _own(keys: Keys, guard: Guard) -> Compare:
     return Compare(keys.member(guard.node), "lease", guard.lease)
 
 
-def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: int) -> Txn:
-    """Join a run: the spec is as read (or is written now), no member has this name, the run has not ended."""
-    return Txn(
-        compares=(
-            _unchanged(keys.spec, guard.spec),
-            _current(keys, guard.generation),
-            _absent(keys.member(member.node)),
-            _absent(keys.result(spec.attempt)),
-        ),
-        operations=(Put(keys.spec, spec.encode()), Put(keys.member(member.node), member.encode(), lease)),
-        why=f"{member.node} joins",
+def register(keys: Keys, guard: Guard, member: Member, lease: int, spec: SpecRecord | None = None) -> Txn:
+    """Come into a run whose spec is as read, under a name that no member has. With `spec`, which is written, begin it:
+    then it has not ended either.
+    """
+    own = Put(keys.member(member.node), member.encode(), lease)
+    compares = (
+        _unchanged(keys.spec, guard.spec),
+        _current(keys, guard.generation),
+        _absent(keys.member(member.node)),
     )
-
-
-def register_again(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
-    """Come back into a run whose spec stands: the same as `register`, without touching the spec."""
-    return Txn(
-        compares=(
-            _unchanged(keys.spec, guard.spec),
-            _current(keys, guard.generation),
-            _absent(keys.member(member.node)),
-        ),
-        operations=(Put(keys.member(member.node), member.encode(), lease),),
-        why=f"{member.node} registers again",
-    )
+    if spec is None:
+        return Txn(compares, (own,), why=f"{member.node} registers again")
+    begins = (*compares, _absent(keys.result(spec.attempt)))
+    return Txn(begins, (Put(keys.spec, spec.encode()), own), why=f"{member.node} joins")
 
 
 def announce(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:

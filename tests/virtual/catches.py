@@ -210,12 +210,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "register without _absent(keys.member(member.node))": ("S3", "a former life of other options arrives late"),
     "register without _absent(keys.result(spec.attempt))": ("S12", "a node with other options comes as the run ends"),
-    "register_again without _unchanged(keys.spec, guard.spec)": (
-        "S3",
-        "a member comes back into a run with other options",
-    ),
-    "register_again without _current(keys, guard.generation)": ("S3", "a member comes back when it has been left out"),
-    "register_again without _absent(keys.member(member.node))": ("S3", "a registration of a former life arrives late"),
     "announce without _alive(keys, guard)": ("S3", "news of a former life arrive late"),
     "drain without _unchanged(member.key, member.mod_revision)": (
         "S3",
