@@ -271,7 +271,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
         return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
-    for entry in led.reports.values():
+    for entry in led.view.reports.values():
         failure = entry.record.failure
         if failure is not None and failure.final_code:
             return Finish(failure.summary, "failed", failure.final_code, failure.text)
@@ -290,7 +290,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return unsure
 
     lost = [seat for seat in led.seats if _is_lost(led, seat)]
-    failed = [entry for entry in led.reports.values() if entry.record.status == "failed"]
+    failed = [entry for entry in led.view.reports.values() if entry.record.status == "failed"]
     if lost or not led.seats:  # A roster that was deleted in etcd has no seats.
         return _asking_again(led, _after_loss(led, lost))
     if failed:
@@ -354,7 +354,7 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
-    first = cause_of(led.reports.values())
+    first = cause_of(led.view.reports.values())
     if first.collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
@@ -411,7 +411,7 @@ def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Se
     """
     if led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed))):
         return []
-    heard = [node for node, entry in led.reports.items() if entry.record.status != "holding"]
+    heard = [node for node, entry in led.view.reports.items() if entry.record.status != "holding"]
     return [seat for seat in led.seats if seat.node not in heard and led.key_of(seat) is not None]
 
 

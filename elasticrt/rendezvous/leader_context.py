@@ -77,14 +77,10 @@ class LeaderContext:
         return self.view.order()
 
     @cached_property
-    def reports(self) -> dict[str, Stored[Report]]:
-        """The generation's reports by node."""
-        return self.view.reports
-
-    @cached_property
     def failed_since(self) -> float | None:
         """Since when a failure has been reported. Looked for once: every seat is judged by it."""
-        return min((entry.since for entry in self.reports.values() if entry.record.status == "failed"), default=None)
+        reports = self.view.reports.values()
+        return min((entry.since for entry in reports if entry.record.status == "failed"), default=None)
 
     @cached_property
     def standing_since(self) -> float | None:
@@ -94,7 +90,7 @@ class LeaderContext:
     @cached_property
     def reached(self) -> Restarts:
         """How far the run has come, as the generation and the reported failures tell."""
-        known = [entry.record.failure for entry in self.reports.values() if entry.record.status == "failed"]
+        known = [entry.record.failure for entry in self.view.reports.values() if entry.record.status == "failed"]
         failures = [failure for failure in known if failure is not None]
         return Restarts(
             step=self.view.head.record.reached if self.view.head else 0,
@@ -112,7 +108,7 @@ class LeaderContext:
 
     def said(self, seat: Seat, status: str) -> bool:
         """Whether this seat's node, in this life, has reported `status`."""
-        entry = self.reports.get(seat.node)
+        entry = self.view.reports.get(seat.node)
         return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
 
     @cached_property
@@ -125,7 +121,7 @@ class LeaderContext:
     def _left(self) -> frozenset[str]:
         """The lives that have said goodbye, or been followed by another one."""
         others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
-        goodbyes = (entry.record for entry in self.reports.values() if entry.record.status == "left")
+        goodbyes = (entry.record for entry in self.view.reports.values() if entry.record.status == "left")
         return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
 
     @cached_property
@@ -157,18 +153,14 @@ class LeaderContext:
     @cached_property
     def unheard(self) -> int:
         """How many of the seats' nodes are silent, with or without a key, in whichever life they are now."""
-        return sum(verdict.kind == "silent" for verdict in self._newest)
+        newest = map(self.view.newest_verdict, self.seats)
+        return sum(verdict is not None and verdict.kind == "silent" for verdict in newest)
 
     @cached_property
     def heard_at(self) -> float:
         """When the newest question was put that another node has answered; before all time if none has."""
         answered = (verdict.asked_at for verdict in self.view.verdicts.values() if verdict.kind == "alive")
         return max(answered, default=-math.inf)
-
-    @cached_property
-    def _newest(self) -> list[Verdict]:
-        """The newest verdicts on the seats' nodes."""
-        return [verdict for verdict in map(self.view.newest_verdict, self.seats) if verdict is not None]
 
     @property
     def isolated(self) -> bool:

@@ -130,7 +130,7 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since:
     """All have been asked to hold: when all have said how far they are, agree on the furthest."""
     entered, missing = [], []
     for seat in led.seats:
-        report = led.reports.get(seat.node)
+        report = led.view.reports.get(seat.node)
         if report is not None and report.record.status == "holding" and report.record.handover == handover:
             entered.append(report.record.entered)
         else:
@@ -167,7 +167,7 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     Members that drain go first, newcomers come in with them. After a resize there are seats beyond max-nodes, or fewer
     than min-nodes. Workers that can only be ended train on with these: the minimum then counts from the next change on.
     """
-    if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
+    if any(entry.record.status in ("finishing", "ok") for entry in led.view.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
     if led.leaving:
         save = len(candidates(led.view)) < led.spec.min_nodes or len(led.leaving) == len(led.seats)

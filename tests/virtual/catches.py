@@ -383,7 +383,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node would be let in in the moment in which the last worker ends",
     ),
     "_after_hold without: missing": ("S5", "a node does not answer when another one leaves"),
-    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.reports.values(": (
+    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.view.reports.va": (
         "S12",
         "a newcomer comes while a worker has ended well",
     ),
