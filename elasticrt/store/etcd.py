@@ -26,7 +26,6 @@ from elasticrt.store.protocol import (
     LeaseLost,
     RangeRead,
     ServerStatus,
-    StoreRefused,
     Txn,
     TxnResult,
     WatchSink,
@@ -88,14 +87,12 @@ class EtcdStore:
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store`. Sent once; again only after errors that prove that etcd never had it."""
         request = etcd_messages.txn_request(txn)
-        what = f"carry out a transaction ({txn.why})" if txn.why else "carry out a transaction"
+        what = f"carry out a transaction ({txn.why})"
         response = self._connections.ask(what, lambda endpoint: endpoint.kv.Txn, request, repeatable=False)
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
         """See `protocol.Store`. A grant whose answer was lost is repeated; its lease, without keys, ends by itself."""
-        if not ttl_s > 0:
-            raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self._connections.names)})")
         request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         granted = self._connections.ask("grant a lease", lambda endpoint: endpoint.lease.LeaseGrant, request)
         return Lease(granted.ID, float(granted.TTL))

@@ -38,12 +38,10 @@ RETRY_S_MAX = 0.25
 
 @dataclass(frozen=True)
 class SessionState:
-    """What is known about the lease. `at` is on the session's monotonic clock, in seconds."""
+    """What is known about the lease."""
 
     word: Word
     lease_id: int
-    ttl_s: float
-    at: float
     reason: str
 
 
@@ -196,4 +194,4 @@ class LeaseSession:
             self._word = word
             if word == "suspended" and failure:
                 reason = f"{reason}: {failure}"
-            self._sink(SessionState(word, self._lease.lease_id, self._lease.ttl_s, now, reason))
+            self._sink(SessionState(word, self._lease.lease_id, reason))

@@ -261,12 +261,9 @@ def test_lease_expires(world: World) -> None:
 
 
 def test_nonsense_lease(world: World) -> None:
-    """A lease of no length is refused, one never granted is lost."""
-    store = world.store()
-    with pytest.raises(StoreRefused):
-        store.grant(0)
+    """A lease that was never granted is lost."""
     with pytest.raises(LeaseLost):
-        store.keep_alive(123456789)
+        world.store().keep_alive(123456789)
 
 
 def test_watch_follows(world: World) -> None:

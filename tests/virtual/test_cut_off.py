@@ -113,11 +113,11 @@ def test_whose_lease_is_overdue_asks_its_peers_although_etcd_has_answered_since(
     world = running(2)
     member, now = world.members["n0"].member, world.clock()
     assert not member.listens_to(now)
-    member.handle(SessionState("suspended", member.lease_id, 5.0, now, "no answer"), now)
+    member.handle(SessionState("suspended", member.lease_id, "no answer"), now)
     member.outage.end(now)
     assert [seat.node for seat in member.listens_to(now)] == ["n1"]
     assert member.outage.alone_since == now
-    member.handle(SessionState("connected", member.lease_id, 5.0, now, "etcd answers"), now)
+    member.handle(SessionState("connected", member.lease_id, "etcd answers"), now)
     assert not member.listens_to(now + 1.0)
     assert member.outage.alone_since is None
 

@@ -101,7 +101,7 @@ def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     assert member.outage.is_due(10.5)
     assert member.decide(910.1) == Halt("etcd has not answered for 900 s", EXIT_STORE)
     member.outage.end(11.0)
-    member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
+    member.handle(SessionState("suspended", 0, "no answer"), 12.0)
     assert member.me.lease == "suspended"
     assert member.outage.is_due(12.0)
 
@@ -133,7 +133,7 @@ def test_a_lease_that_was_given_up_does_not_come_back(word: str) -> None:
     member = _member([])
     member.lease_id = 7
     member.begin_life()
-    member.handle(SessionState(word, 7, 5.0, 2.0, "etcd answers"), 2.0)
+    member.handle(SessionState(word, 7, "etcd answers"), 2.0)
     assert member.me.lease == "lost"
 
 
