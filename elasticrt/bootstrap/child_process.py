@@ -35,7 +35,6 @@ class Job:
         errors_fd: write end of a close-on-exec pipe for the text of an error before the user's program runs.
         parent_pid: the worker parent.
         executes: replace the process image, instead of running the script in this interpreter.
-        program: the command is not Python's.
     """
 
     start: Start
@@ -43,7 +42,6 @@ class Job:
     errors_fd: int
     parent_pid: int
     executes: bool
-    program: bool
 
 
 def fail(job: Job, error: OSError) -> NoReturn:
@@ -82,9 +80,9 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
 def execute(job: Job, env: dict[str, str]) -> NoReturn:
     """Replace this process by the user's command: `python -u script args`, or the command itself."""
     command = job.start.command
-    if not job.program:
+    if job.start.command_kind != "program":
         python = env.get("PYTHON_EXEC") or sys.executable
-        command = [python, "-u", *(["-m"] if job.start.module else []), *command]
+        command = [python, "-u", *(["-m"] if job.start.command_kind == "module" else []), *command]
     try:
         for name in ("channel", "page", "state"):
             if name in job.fds:

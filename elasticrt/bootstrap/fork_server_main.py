@@ -54,9 +54,8 @@ class _Worker:
 class ForkServer:
     """The state of a worker parent. `serve` runs it."""
 
-    def __init__(self, channel: Channel, *, program: bool) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._program = program
         self._executes = True
         self._workers: dict[int, _Worker] = {}
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
@@ -152,7 +151,7 @@ class ForkServer:
             raise
         if pid == 0:
             os.close(errors_fd)
-            return Job(start, fds, errors_writer, me, self._executes, self._program)
+            return Job(start, fds, errors_writer, me, self._executes)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.close(errors_writer)
         self._workers[pid] = _Worker(start, pid, errors_fd)
@@ -233,7 +232,7 @@ def main(text: str) -> NoReturn:
     occupy()  # Descriptors that arrive must never get the numbers of the standard streams.
     process_sessions.adopt_orphans()
     script, directory = _script(options)
-    parent = ForkServer(Channel.adopt(options.channel_fd), program=options.kind == "program")
+    parent = ForkServer(Channel.adopt(options.channel_fd))
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
@@ -247,7 +246,8 @@ def main(text: str) -> NoReturn:
     os.close(job.errors_fd)
     from elasticrt.bootstrap import run_script
 
-    run_script.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads)
+    module = job.start.command_kind == "module"
+    run_script.become(job.start.command, module=module, env=env, torch_threads=torch_threads)
 
 
 def _script(options: SimpleNamespace) -> tuple[Path | None, str]:

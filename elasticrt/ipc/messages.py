@@ -42,12 +42,13 @@ class Start:
     "page", "state" (global rank 0, if the generation resumes from a copy in memory), "listen" (global rank 0). The
     parent writes their numbers into the worker's environment (ELASTICRT_CHANNEL_FD and so on). `env` is otherwise
     complete. `generation` is that of the start; the worker may go on in later ones. Local rank 0 keeps stdin.
+    `command_kind` is as in `Command`.
     """
 
     generation: int
     local_rank: int
     command: list[str]
-    module: bool
+    command_kind: str
     env: dict[str, str]
     directory: str
     fd_names: list[str]

@@ -193,7 +193,7 @@ class WorkerGroup:
             generation=self._starts,
             local_rank=env.local_rank,
             command=command.of_worker(env.local_rank),
-            module=command.kind == "module",
+            command_kind=command.kind,
             env={**base_env, **env.to_env()},
             directory=str(directory),
             fd_names=["stdout", "stderr", "channel", "page"],

@@ -20,8 +20,8 @@ def test_descriptors_stay_with_their_frame():
     receiver = Channel(raw)
     pipes = [os.pipe() for _ in range(2)]
     sent = [end for pipe in pipes for end in pipe]
-    small = Start(1, 0, ["x"], False, {}, "/", ["stdout", "stderr"])
-    large = Start(1, 1, ["x"], False, {"LONG": "y" * 100_000}, "/", ["stdout"])
+    small = Start(1, 0, ["x"], "script", {}, "/", ["stdout", "stderr"])
+    large = Start(1, 1, ["x"], "script", {"LONG": "y" * 100_000}, "/", ["stdout"])
     plain = Signal(1, 9, [0])
     try:
         for message, fds in ((plain, []), (small, sent[:2]), (plain, []), (large, sent[2:3]), (plain, [])):
@@ -78,7 +78,7 @@ def test_descriptors_of_a_malformed_frame_are_closed():
 
 def test_the_largest_environment_fits_a_frame():
     """The kernel takes 6 MiB of arguments and environment: even in the characters that grow most they are one frame."""
-    start = Start(1, 0, ["x"], False, {f"V{n}": "\x01" * 2**17 for n in range(48)}, "/", [])
+    start = Start(1, 0, ["x"], "script", {f"V{n}": "\x01" * 2**17 for n in range(48)}, "/", [])
     assert decode(encode(start)) == start
 
 

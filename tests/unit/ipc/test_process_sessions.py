@@ -104,15 +104,15 @@ def test_a_worker_dies_with_its_parent(tmp_path, executes):
     """A01: agent and worker parent killed at once leave nobody to end the workers but the kernel, and it does."""
     reader, writer = os.pipe()
     sleeper = [sys.executable, "-c", f"import os, time; os.write({writer}, b'%20d' % os.getpid()); time.sleep(300)"]
-    start = Start(1, 0, sleeper, False, dict(os.environ), str(tmp_path), [])
+    start = Start(1, 0, sleeper, "program", dict(os.environ), str(tmp_path), [])
     parent = os.fork()
     if parent == 0:
         me = os.getpid()
         if os.fork() == 0:
             os.set_inheritable(writer, True)
-            env = child_process.settle(child_process.Job(start, {}, writer, me, executes, program=True), {})
+            env = child_process.settle(child_process.Job(start, {}, writer, me, executes), {})
             if executes:
-                child_process.execute(child_process.Job(start, {}, writer, me, executes, program=True), env)
+                child_process.execute(child_process.Job(start, {}, writer, me, executes), env)
             os.write(writer, b"%20d" % os.getpid())
         signal.pause()
     os.close(writer)

@@ -36,7 +36,7 @@ def test_an_agent_that_ends_while_its_parent_warms_up():
         "from elasticrt.ipc.messages import Warm\n"
         "channel, agent = Channel.pair()\n"
         "agent.close()\n"
-        "print(ForkServer(channel, program=True).serve(Warm(1, 'fork', '', 1.0)))"
+        "print(ForkServer(channel).serve(Warm(1, 'fork', '', 1.0)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("None\n", "")
