@@ -39,7 +39,6 @@ class EtcdWatch:
         number: what etcd knows it by.
         next_revision: the first revision that the sink has not seen.
         store_id: the store that it began in, "" until that is known.
-        active: it has not been cancelled, and has not ended.
         logged_in_again: its last refusal was answered by a new login.
     """
 
@@ -49,7 +48,6 @@ class EtcdWatch:
     sink: WatchSink
     next_revision: int
     store_id: str
-    active: bool = True
     logged_in_again: bool = False
 
     def request(self) -> Any:
@@ -104,18 +102,13 @@ class Watcher:
     def remove(self, watch: EtcdWatch) -> None:
         """Cancel one watch."""
         with self._lock:
-            watch.active = False
-            if self._watches.pop(watch.number, None) is None:
-                return
-            if self._requests is not None:
+            if self._watches.pop(watch.number, None) is not None and self._requests is not None:
                 self._requests.put(etcd_messages.cancel_request(watch.number))
 
     def close(self) -> None:
         """Cancel all watches and end the thread (waiting at most 5 s, not at all inside a sink)."""
         with self._lock:
             self._closed.set()
-            for watch in self._watches.values():
-                watch.active = False
             self._watches = {}
             call, thread = self._call, self._thread
         if call is not None:
@@ -137,9 +130,9 @@ class Watcher:
             _logger.exception("the watch thread failed")
             with self._lock:
                 self._thread = None
-                watches, self._watches = self._watches, {}
-            for watch in watches.values():
-                self._tell(watch, Resync("cancelled: the watch thread failed"))
+                watches = list(self._watches.values())
+            for watch in watches:
+                self._end(watch, "cancelled: the watch thread failed")
 
     def _stream(self) -> bool:
         """One stream from its start to its end: whether the server answered at all."""
@@ -251,13 +244,9 @@ class Watcher:
 
     def _end(self, watch: EtcdWatch, reason: str) -> None:
         """The last word of a watch."""
-        with self._lock:
-            self._watches.pop(watch.number, None)
-            if self._requests is not None:
-                self._requests.put(etcd_messages.cancel_request(watch.number))
         self._tell(watch, Resync(reason))
-        watch.active = False
+        self.remove(watch)
 
     def _tell(self, watch: EtcdWatch, notice: Changes | Resync) -> None:
-        if watch.active:
+        if watch.number in self._watches:  # It has not been cancelled.
             watch.sink(notice)
