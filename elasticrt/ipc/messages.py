@@ -247,7 +247,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Look:
-    """Steps stand still: the worker writes the number of collectives that it has begun on its status page."""
+    """Steps stand still: the worker writes `begun` and `flights` on its status page."""
 
 
 # From a worker, each answered by a Reply, as a Copied with a number is.

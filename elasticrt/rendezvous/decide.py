@@ -238,8 +238,8 @@ def _follow(me: Me, view: View) -> Decision:
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
     """The leader is silent: fence it, but only if this member reaches most of the nodes that it knows of.
 
-    A member that hears nothing from half of the others must suspect itself. It leaves the decision to the leases. A
-    leader of before, which it fenced perhaps, counts among them although its seat may be in another chunk.
+    Else it must suspect itself, and leaves the decision to the leases. A leader of before, which it fenced perhaps,
+    counts among them although its seat may be in another chunk.
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
@@ -453,12 +453,11 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
 
 
 def _fence_or_wait(led: LeaderContext) -> Decision | None:
-    """Fence the dead at once, and the silent only while they are fewer than half of the generation.
+    """Fence the dead at once, and the silent only while the leader is not `isolated`.
 
-    A leader that hears nothing from half of the others must suspect itself. With two nodes neither can tell which one
-    is cut off, so a whole lease term decides in which etcd has kept both keys, with another question before its end.
-    Steps that go on meanwhile show that all nodes are there. A node that answers but has no key gets a lease term to
-    register again: etcd can lose every lease at once.
+    With two nodes neither can tell which one is cut off, so a whole lease term decides in which etcd has kept both
+    keys, with another question before its end. Steps that go on meanwhile show that all nodes are there. A node that
+    answers but has no key gets a lease term to register again: etcd can lose every lease at once.
     """
     verdicts = led.view.verdicts
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]

@@ -202,8 +202,7 @@ class Draft(Record):
 
     `reached`: the step that all had agreed on and finished before it; 0 where no handover led to it.
 
-    `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
-    node with rank 0.
+    `resume`, `memory`: as `resume` and `copy` of `WorkerEnv`; the node with rank 0 has the copy.
     """
 
     number: Annotated[int, Field(ge=1)]
