@@ -47,7 +47,9 @@ class Agent:
     def fenced(self, message: Message) -> Reply | None:
         """What the transaction would say."""
         if isinstance(message, Own):
-            return Reply(message.request, ok=not self.taken, reason=self.taken, data=self.heads.get(message.place, {}))
+            refusal = "taken" if self.taken else ""
+            data = self.heads.get(message.place, {})
+            return Reply(message.request, ok=not self.taken, reason=self.taken, data=data, refusal=refusal)
         if isinstance(message, Copied) and message.request:
             return Reply(message.request, ok=True)
         if not isinstance(message, Save):

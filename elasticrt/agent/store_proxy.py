@@ -1,8 +1,8 @@
 """Carries out what workers ask of etcd: commits and shared preparations, all fenced by their generation.
 
 It has a thread of its own, so that a slow etcd delays the worker that asked and never the agent's loop. Each request is
-answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away the answer
-begins with `UNSURE`, and the worker asks again.
+answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away the answer is
+"unsure", and the worker asks again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import ERRNO, OVER, TAKEN, UNSURE, Built, Claim, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
@@ -118,7 +118,7 @@ class StoreRequests:
                 return self._claim(asked, request)
             return self._settle(asked, request)
         except StoreUnavailable as error:
-            return Reply(request.request, False, f"{UNSURE}etcd does not answer: {error}")
+            return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
@@ -131,8 +131,8 @@ class StoreRequests:
         if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
             return self._accepted(request, head)
         refusal = self._refusal(asked, request, head, known)
-        if refusal:
-            return Reply(request.request, False, refusal)
+        if refusal is not None:
+            return refusal
         head_mod = current.mod_revision if current is not None else 0
         if asked.record is not None:
             txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head)
@@ -142,21 +142,22 @@ class StoreRequests:
         _, known = self._head()
         if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
-        return Reply(request.request, False, f"{OVER}generation {asked.generation} is over")
+        return Reply(request.request, False, f"generation {asked.generation} is over", refusal="over")
 
-    def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> str:
-        """Why `head` must not replace `known`, the head as it was read; "" when it may."""
+    def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> Reply | None:
+        """Why `head` must not replace `known`, the head as it was read; None when it may."""
         if head.generation != asked.generation:  # The worker has got another seat since it began to save.
-            return f"{OVER}generation {head.generation} is over"
+            return Reply(request.request, False, f"generation {head.generation} is over", refusal="over")
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:
-            return f"{TAKEN}{other}"
+            return Reply(request.request, False, str(other), refusal="taken")
         if (known.nonce if known is not None else "") != request.replaces:
-            if known is None:
-                return "etcd has lost the record of the checkpoint before it"
-            return f"another checkpoint, of step {known.step:,}, has become the head"
-        return ""
+            why = "etcd has lost the record of the checkpoint before it"
+            if known is not None:
+                why = f"another checkpoint, of step {known.step:,}, has become the head"
+            return Reply(request.request, False, why)
+        return None
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
         current = self.store.read(self._keys.checkpoint).get(self._keys.checkpoint)
@@ -178,7 +179,7 @@ class StoreRequests:
             except OSError as error:
                 return Reply(request.request, False, f"its record {NAME}: {error.strerror}", {ERRNO: error.errno})
             if other is not None:
-                return Reply(request.request, False, f"{TAKEN}{other}")
+                return Reply(request.request, False, str(other), refusal="taken")
             if request.directory in self._holdings:
                 self._holdings[request.directory].release()
             self._holdings[request.directory] = holding
@@ -193,9 +194,9 @@ class StoreRequests:
         if record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
-            refusal = _taken(asked, record)
+            refusal, why = _taken(asked, record)
             if refusal:
-                return Reply(request.request, False, refusal)
+                return Reply(request.request, False, why, refusal=refusal)
         if asked.record is not None:
             claimed, seen_mod = _preparing(asked, request, "building"), current.mod_revision if current else 0
             txn = transactions.claim(
@@ -203,7 +204,7 @@ class StoreRequests:
             )
             if self.store.commit(txn).succeeded:
                 return Reply(request.request, True)
-        return Reply(request.request, False, "wait: another node")
+        return Reply(request.request, False, "another node", refusal="wait")
 
     def _settle(self, asked: StoreRequest, request: Built) -> Reply:
         current, record = self._preparation(request.name)
@@ -221,15 +222,17 @@ class StoreRequests:
         return current, decode(Preparation, key, current.value) if current is not None else None
 
 
-def _taken(asked: StoreRequest, record: Preparation) -> str:
-    """Why a preparation with this `record` cannot be claimed by another life than its builder's; "" if it can."""
+def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:
+    """The refusal, and its reason, where a preparation with this `record` cannot be claimed by another life than its
+    builder's; "" if it can.
+    """
     if record.state == "done":
-        return "done"
+        return "done", ""
     if record.state == "building":  # Until that life's lease ends.
-        return f"wait: {record.node}"
+        return "wait", record.node
     if record.state == "failed" and record.generation == asked.generation:
-        return f"failed: {record.error}"
-    return ""  # It failed in an earlier generation.
+        return "failed", record.error
+    return "", ""  # It failed in an earlier generation.
 
 
 def _preparing(asked: StoreRequest, request: Claim | Built, state: _State, error: str = "") -> Preparation:

@@ -35,7 +35,7 @@ from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
-from elasticrt.ipc.messages import OVER, TAKEN, Unsaved
+from elasticrt.ipc.messages import Unsaved
 from elasticrt.text import cut, packed
 
 _log = logging.getLogger(__name__)
@@ -269,15 +269,15 @@ class Checkpointer:
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, step, draft.commit.generation, error)
             return
-        refusal = self._head.commit(commit)
-        if refusal:
-            if refusal.startswith(TAKEN):
-                raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
-            why, repeated = refusal.removeprefix(OVER), refusal.startswith(OVER)
+        reply = self._head.commit(commit)
+        if not reply.ok:
+            if reply.refusal == "taken":
+                raise duplicate(self._directory.path, reply.reason)
+            repeated = reply.refusal == "over"
             if not repeated:  # One of a generation that is over may have been committed, unheard.
                 with contextlib.suppress(OSError):
                     self._directory.discard(commit)
-            self._missed(RuntimeError, step, draft.commit.generation, why, repeated=repeated)
+            self._missed(RuntimeError, step, draft.commit.generation, reply.reason, repeated=repeated)
             return
         _unsaved.pop(self._directory.path, None)
         try:

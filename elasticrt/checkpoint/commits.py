@@ -21,7 +21,7 @@ from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
 from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import ERRNO, TAKEN, UNSURE, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, Own, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
@@ -115,30 +115,28 @@ class DirectoryHead:
         _runs.clear()
         _runs[worker.nonce] = self.run
 
-    def go_back(self, commit: Commit) -> str:
-        """Make an older commit, which was restored, the head again. Returns "" when it is, else why not."""
+    def go_back(self, commit: Commit) -> Reply:
+        """Make an older commit, which was restored, the head again."""
         generation = self.worker.generation if self.worker.has_agent else commit.generation
         return self._replace(replace(commit, place=self.place, generation=generation), descends=True)
 
-    def commit(self, commit: Commit) -> str:
-        """Ask for `commit` to replace the known head. Returns "" when it did, else why not.
+    def commit(self, commit: Commit) -> Reply:
+        """Ask for `commit` to replace the known head.
 
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
         return self._replace(commit, descends=self.place in self.run.heads)
 
-    def _replace(self, commit: Commit, *, descends: bool) -> str:
+    def _replace(self, commit: Commit, *, descends: bool) -> Reply:
         with self.run.committing:
-            if self._agent.linked:
-                replaces = self.run.newest if descends else ""
-                what = f"the agent does not say whether it has committed step {commit.step}"
-                reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces))
-                if not reply.ok:
-                    return reply.reason or "refused without a reason"
-            self.run.newest = commit.nonce
-            self.run.heads[self.place] = commit
-            return ""
+            replaces = self.run.newest if descends else ""
+            what = f"the agent does not say whether it has committed step {commit.step}"
+            reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces))
+            if reply.ok:
+                self.run.newest = commit.nonce
+                self.run.heads[self.place] = commit
+            return reply
 
     def _ask(self, *, take: bool, patient: bool = True) -> Reply:
         """What the agent knows of this directory. With `take` it takes the directory for the run."""
@@ -146,8 +144,8 @@ class DirectoryHead:
         reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), patient=patient)
         if reply.ok:
             return reply
-        if reply.reason.startswith(TAKEN):
-            raise duplicate(self._path, reply.reason.removeprefix(TAKEN))
+        if reply.refusal == "taken":
+            raise duplicate(self._path, reply.reason)
         if ERRNO in reply.data:
             raise OSError(reply.data[ERRNO], reply.reason)
         raise NoAnswer(explain(what, self._shown, got=reply.reason))
@@ -161,9 +159,9 @@ class DirectoryHead:
             reply = self._agent.request(make, max(0.0, deadline - time.monotonic()))
             if reply is None:
                 raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
-            if not patient or not reply.reason.startswith(UNSURE):
+            if not patient or reply.refusal != "unsure":
                 return reply
             if not warned:
-                _log.warning("%s waits for etcd: %s", self._shown, reply.reason.removeprefix(UNSURE))
+                _log.warning("%s waits for etcd: %s", self._shown, reply.reason)
                 warned = True
             time.sleep(ASK_AGAIN_S)

@@ -244,11 +244,11 @@ class Restoring:
         for descendants of that one."""
         if self._resume is not None and self._resume.nonce == commit.nonce:
             return
-        refusal = self._head.go_back(commit)
-        if refusal and self._resume is not None:
-            raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {refusal}")
-        if refusal:
-            _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
+        reply = self._head.go_back(commit)
+        if not reply.ok and self._resume is not None:
+            raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {reply.reason}")
+        if not reply.ok:
+            _log.warning("step %d could not be recorded as the run's head: %s", commit.step, reply.reason)
 
     def _all_troubles(self, offers: list[Offer]) -> list[str]:
         """What is wrong with the files of all ranks, and where the resume point is, which was passed over."""

@@ -131,12 +131,12 @@ class ClaimRight:
         if reply.ok:
             return True
         # After "unsure" the claim may stand: it is asked for again.
-        answer, _, self.holder = (part.strip() for part in reply.reason.partition(":"))
-        if answer == "failed" and not prepared_dir.fits(self._target, self._version):
+        self.holder = reply.reason
+        if reply.refusal == "failed" and not prepared_dir.fits(self._target, self._version):
             raise PreparationError(self.holder or "the build failed elsewhere")
-        if answer == "done":
+        if reply.refusal == "done":
             self._check_visible()
-        elif answer not in ("wait", "failed", "unsure"):
+        elif reply.refusal not in ("wait", "failed", "unsure"):
             raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
         return False
 
@@ -156,7 +156,7 @@ class ClaimRight:
 
         Asks until the answer is known: an agent that has lost etcd for good ends, and this process with it.
         """
-        while (reply := self._claim()).reason.startswith("unsure"):
+        while (reply := self._claim()).refusal == "unsure":
             time.sleep(self.poll_s)
         if not reply.ok:
             return False

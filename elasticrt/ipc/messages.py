@@ -20,18 +20,8 @@ FRAME_MAX_BYTES = 40 * 1024 * 1024
 """A frame holds at most an environment and a command line. The kernel limits both together to 6 MiB, and JSON makes six
 bytes of a control character."""
 
-
-TAKEN = "taken: "
-"""How an agent's refusal begins where another live run saves to the directory."""
-
 ERRNO = "errno"
 """The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
-
-OVER = "over: "
-"""How it begins where the generation of a save is over: whoever has that state in the next one saves it again."""
-
-UNSURE = "unsure: "
-"""How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +123,8 @@ class Save:
 class Own:
     """Ask for the newest commit of a checkpoint directory, and with `take` for the right to save there.
 
-    Answered by Reply: `data["head"]` has the commit, if there is one. A refusal says "taken: <owner>" if a live run
-    saves there; after another reason the request may be repeated. `place` is the directory's, as in Commit.
+    Answered by Reply: `data["head"]` has the commit, if there is one. A refusal is "taken" if a live run saves there;
+    after another one the request may be repeated. `place` is the directory's, as in Commit.
     """
 
     request: int
@@ -147,8 +137,8 @@ class Own:
 class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
-    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <the builder>" or
-    "unsure: <problem>". After the last two, another Claim follows.
+    Reply.ok means: build. Else the refusal is "done", "failed" with the builder's error, "wait" with the builder's
+    node, or "unsure". After the last two, another Claim follows.
     """
 
     request: int
@@ -221,12 +211,19 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to the request of the same number."""
+    """The answer to the request of the same number.
+
+    `refusal` is for the worker, `reason` for people. "unsure": etcd did not answer, so the request may have taken
+    effect, and may be repeated. "taken": the `reason` is another live run, which saves to the directory. "over": the
+    generation of a save is over, and whoever has that state in the next one saves it again. "" where nothing else
+    follows from it.
+    """
 
     request: int
     ok: bool
     reason: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    refusal: str = ""
 
 
 @dataclass(frozen=True)

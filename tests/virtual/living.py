@@ -17,7 +17,6 @@ from elasticrt.checkpoint import newest_offer
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
-    UNSURE,
     Built,
     Claim,
     Left,
@@ -268,7 +267,7 @@ class Worker:
         """What the agent says."""
         if self.saving is not None and reply.request == self.saving[0]:
             (_, commit), self.saving = self.saving, None
-            if reply.reason.startswith(UNSURE):
+            if reply.refusal == "unsure":
                 self.saving = (0, commit)  # Not answered yet.
                 self.later(ASK_AGAIN_S, self._commit_again, commit)
             elif reply.ok and commit.generation == self.own.generation:
@@ -280,7 +279,7 @@ class Worker:
             self._has_set_up()
         elif reply.ok:
             self.later(self.sim.plan.build_s * self.sim.living.uniform(0.1, 1.0), self._publish)
-        elif reply.reason == "done":
+        elif reply.refusal == "done":
             self._has_set_up()
         else:
             self.later(0.3, self.prepare)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import UNSURE, Claim, Reply, Save
+from elasticrt.ipc.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
@@ -43,7 +43,7 @@ def _save(script: list[str]) -> tuple[Reply, int]:
     commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
     request = Save(1, asdict(commit), "")
     asked = StoreRequest(request, 1, b"", 1, "n0", "b" * 16, 0, lambda _: None)
-    while (reply := errands.carry_out(asked)).reason.startswith(UNSURE):
+    while (reply := errands.carry_out(asked)).refusal == "unsure":
         assert not heads
     assert len(heads) == int(reply.ok)
     return reply, len(server.read(Keys("run").checkpoint).keys)
@@ -60,7 +60,7 @@ def test_a_commit_of_another_generation_is_refused() -> None:
     server = MemoryServer(lambda: 0.0)
     errands = StoreRequests(server, Keys("run"), lambda _: None)
     reply = errands.carry_out(StoreRequest(Save(1, asdict(commit), ""), 2, b"", 1, "n0", "b" * 16, 0, lambda _: None))
-    assert reply == Reply(1, False, "over: generation 1 is over")
+    assert reply == Reply(1, False, "generation 1 is over", refusal="over")
     assert not server.read(Keys("run").checkpoint).keys
 
 
@@ -76,7 +76,7 @@ def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
 
 def _claim(errands: StoreRequests, life: str, lease: int) -> str:
     told = errands.carry_out(StoreRequest(Claim(1, "data", "1"), 1, b"", 1, "n0", life * 16, lease, lambda _: None))
-    return "yes" if told.ok else told.reason
+    return "yes" if told.ok else f"{told.refusal}: {told.reason}"
 
 
 def test_a_claim_ends_with_the_lease_of_the_life_that_made_it() -> None:
@@ -100,5 +100,5 @@ def test_a_commit_that_happened_is_no_refusal_after_its_worker_has_moved_on() ->
         errands.carry_out(StoreRequest(save, generation, b"", 1, "n0", "b" * 16, 0, lambda _: None))
         for generation in (1, 2)
     )
-    assert first.reason.startswith(UNSURE)
+    assert first.refusal == "unsure"
     assert second == Reply(1, True)

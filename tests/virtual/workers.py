@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import UNSURE, Built, Claim, Copied, Damaged, Left, Reply, Save
+from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -168,7 +168,7 @@ class Group:
         """What the agent says."""
         if not self.alive:
             return
-        if self.saving is not None and reply.reason.startswith(UNSURE):
+        if self.saving is not None and reply.refusal == "unsure":
             self.sim.engine.after(ASK_AGAIN_S, self._commit_again, self.saving)
             return
         if self.saving is not None:
@@ -183,7 +183,7 @@ class Group:
             self.sim.engine.after(0.0, training.arrive, self)  # Built.
         elif reply.ok:
             self.sim.engine.after(self.sim.plan.build_s * self.sim.net.uniform(0.1, 1.0), self._publish)
-        elif reply.reason == "done":
+        elif reply.refusal == "done":
             self.sim.engine.after(0.0, training.arrive, self)
         else:
             self.sim.engine.after(0.3, self.prepare)

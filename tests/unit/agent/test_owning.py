@@ -60,7 +60,8 @@ def test_a_run_whose_agent_lives(tmp_path: Path) -> None:
     text = (tmp_path / NAME).read_text()
     (tmp_path / NAME).write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}').replace(
         f'"started": {start_of(os.getpid())}', f'"started": {start_of(os.getppid())}'))  # fmt: skip
-    assert ask(second, own).reason == f"taken: run first, process {os.getppid()} on n0"
+    reply = ask(second, own)
+    assert (reply.refusal, reply.reason) == ("taken", f"run first, process {os.getppid()} on n0")
     (tmp_path / NAME).write_text(text)
     first.release()
     assert ask(second, own).ok
@@ -74,6 +75,7 @@ def test_a_run_that_was_followed_by_another_commits_nothing_more(tmp_path: Path)
     other = Owner("other", "another store", "b", "elsewhere", 3, 4, "t")
     (tmp_path / NAME).write_text(json.dumps(asdict(other)))
     commit = Commit(1, 0, 1, "a" * 16, "", str(tmp_path), "step", "d" * 64, 1)
-    assert ask(errands, Save(2, asdict(commit), "")) == Reply(2, ok=False, reason="taken: run other, process 3 on b")
+    reply = ask(errands, Save(2, asdict(commit), ""))
+    assert reply == Reply(2, ok=False, reason="run other, process 3 on b", refusal="taken")
     errands.release()
     assert (tmp_path / NAME).exists()

@@ -682,14 +682,14 @@ def test_a_live_run_saves_there(tmp_path, monkeypatch):
     """F13: whoever the agent names; later, when another run has taken the directory, the next save ends this one."""
     agent = Agent()
     with under(agent, monkeypatch):
-        agent.taken = "taken: run other, process 3 on b"
+        agent.taken = "run other, process 3 on b"
         with pytest.raises(DuplicateError, match="run other, process 3 on b"):
             Checkpointer(tmp_path).begin()
     agent = Agent()
     with under(agent, monkeypatch):
         saver = Checkpointer(tmp_path)
         saver.begin()
-        agent._answer = lambda message: Reply(message.request, ok=False, reason="taken: run other")
+        agent._answer = lambda message: Reply(message.request, ok=False, reason="run other", refusal="taken")
         saver.save(state(1), step=1)
         with pytest.raises(DuplicateError, match="run other"):
             saver.wait()

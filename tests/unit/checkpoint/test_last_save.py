@@ -19,7 +19,7 @@ import torch
 from elasticrt import Checkpointer, CheckpointError, Loop
 from elasticrt.checkpoint import commits
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import ERRNO, UNSURE, Message, Own, Reply, Save, Unsaved
+from elasticrt.ipc.messages import ERRNO, Message, Own, Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
 
 
@@ -130,7 +130,7 @@ class WithoutEtcd(Agent):
         """What an agent says to `message`."""
         if isinstance(message, (Own, Save)) and self.left[type(message)]:
             self.left[type(message)] -= 1
-            return Reply(message.request, ok=False, reason=f"{UNSURE}etcd does not answer")
+            return Reply(message.request, ok=False, reason="etcd does not answer", refusal="unsure")
         return self.fenced(message)
 
 

@@ -296,9 +296,10 @@ def answers(*replies):
 
     def answer(message):
         if isinstance(message, Claim) and queue:
-            ok, reason = queue.pop(0)
-            return Reply(message.request, ok=ok, reason=reason)
-        return Reply(message.request, ok=not isinstance(message, Claim), reason="wait: nobody")
+            refusal, reason = queue.pop(0)
+            return Reply(message.request, ok=not refusal, reason=reason, refusal=refusal)
+        refusal = "wait" if isinstance(message, Claim) else ""
+        return Reply(message.request, ok=not refusal, reason="nobody", refusal=refusal)
 
     return answer
 
@@ -306,7 +307,7 @@ def answers(*replies):
 def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     """Under agents: claim, build, claim again before the rename, say that it is there (S9)."""
     monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
-    agent = Agent(answer=answers((False, "wait: node b"), (True, ""), (True, "")))
+    agent = Agent(answer=answers(("wait", "node b"), ("", ""), ("", "")))
     build = Builder()
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", build, scope="shared")
@@ -321,7 +322,7 @@ def test_workshops_of_earlier_generations_are_swept(tmp_path, monkeypatch):
     """D02: what dead builders left goes with the next result; one of the same generation may be paused, and live."""
     for generation in (2, 3):
         (tmp_path / f".data.shared-{generation}-0123").mkdir()
-    agent = Agent(answer=answers((True, ""), (True, "")))
+    agent = Agent(answer=answers(("", ""), ("", "")))
     with under(agent, monkeypatch, generation=3):
         prepare(tmp_path / "data", Builder(), scope="shared")
     assert names(tmp_path) == [".data.shared-3-0123", "data"]
@@ -363,8 +364,8 @@ def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
 def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     """While etcd does not answer nothing is built twice or thrown away, before the build and after it (E11)."""
     monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
-    unsure = (False, "unsure: etcd does not answer")
-    agent = Agent(answer=answers(unsure, (True, ""), unsure, unsure, (True, "")))
+    unsure = ("unsure", "etcd does not answer")
+    agent = Agent(answer=answers(unsure, ("", ""), unsure, unsure, ("", "")))
     build = Builder()
     with under(agent, monkeypatch):
         prepare(tmp_path / "data", build, scope="shared")
@@ -381,8 +382,8 @@ def test_shared_build_by_another_node(tmp_path, monkeypatch):
     def answer(message):
         if len(agent.of(Claim)) == 3:
             prepare(tmp_path / "data", build)
-            return Reply(message.request, ok=False, reason="done")
-        return Reply(message.request, ok=False, reason="wait: node b")
+            return Reply(message.request, ok=False, refusal="done")
+        return Reply(message.request, ok=False, reason="node b", refusal="wait")
 
     agent._answer = answer
     with under(agent, monkeypatch):
@@ -392,14 +393,14 @@ def test_shared_build_by_another_node(tmp_path, monkeypatch):
 
 def test_shared_build_failed_elsewhere(tmp_path, monkeypatch):
     """The builder's error, wherever it was, is everybody's (D05)."""
-    agent = Agent(answer=answers((False, "failed: ValueError: no such corpus")))
+    agent = Agent(answer=answers(("failed", "ValueError: no such corpus")))
     with under(agent, monkeypatch), pytest.raises(PreparationError, match="no such corpus"):
         prepare(tmp_path / "data", Builder(), scope="shared")
 
 
 def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
     """The agent learns the error, so that all nodes can fail with it."""
-    agent = Agent(answer=answers((True, "")))
+    agent = Agent(answer=answers(("", "")))
     with under(agent, monkeypatch):
         with pytest.raises(PreparationError, match="no such corpus"):
             prepare(tmp_path / "data", raising, scope="shared")
@@ -418,7 +419,7 @@ def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
         (directory / "whose").write_text("mine")
         prepare(tmp_path / "data", theirs)
 
-    agent = Agent(answer=answers((True, ""), (False, "done"), (False, "done")))
+    agent = Agent(answer=answers(("", ""), ("done", ""), ("done", "")))
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", slow, scope="shared")
         assert agent.of(Built) == []
