@@ -72,10 +72,10 @@ def test_a_proxy_answers_whatever_is_asked(text):
     assert ask(Claim(1, f"name-{text}", text)).ok
     assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
     assert ask(Built(3, f"name-{text}", text)).ok
-    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done")
+    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, refusal="done")
     assert ask(Claim(5, f"name-{text}", text + "2")).ok
     assert ask(Built(6, f"name-{text}", text + "2", text or "x")).ok
-    assert ask(Claim(7, f"name-{text}", text + "2")).reason.startswith("failed: ")
+    assert ask(Claim(7, f"name-{text}", text + "2")).refusal == "failed"
     assert not ask(Built(8, "x", text)).ok
     assert not ask(Save(9, {"step": text}, "")).ok
     proxy.close(5)

@@ -192,11 +192,12 @@ print("the end")
 REFUSED = """
 import sys, pytest, torch
 from elasticrt import Checkpointer
-from elasticrt.ipc.messages import TAKEN, Reply, Save
+from elasticrt.ipc.messages import Reply, Save
 from tests.fake_worker import Agent, under
 
 def answer(message):
-    return Reply(message.request, False, TAKEN + "run b") if isinstance(message, Save) else agent.fenced(message)
+    taken = Reply(message.request, False, "run b", refusal="taken")
+    return taken if isinstance(message, Save) else agent.fenced(message)
 
 agent = Agent(answer=answer)
 linked = under(agent, pytest.MonkeyPatch())

@@ -334,13 +334,13 @@ def test_what_was_replaced_is_swept(tmp_path, monkeypatch):
     def ends(*_, **__):
         raise OSError("it ends here")
 
-    with under(Agent(answer=answers(*[(True, "")] * 4)), monkeypatch, generation=2):
+    with under(Agent(answer=answers(*[("", "")] * 4)), monkeypatch, generation=2):
         prepare(tmp_path / "data", Builder(), scope="shared", version="1")
         with monkeypatch.context() as patch, pytest.raises(PreparationError):
             patch.setattr("shutil.rmtree", ends)
             prepare(tmp_path / "data", Builder(), scope="shared", version="2")
         assert len(names(tmp_path)) == 2
-    with under(Agent(answer=answers(*[(True, "")] * 2)), monkeypatch, generation=3):
+    with under(Agent(answer=answers(*[("", "")] * 2)), monkeypatch, generation=3):
         prepare(tmp_path / "data", Builder(), scope="shared", version="3")
     assert names(tmp_path) == ["data"]
 
