@@ -72,7 +72,7 @@ class Snapshot:
     """
 
     def __init__(self, state: Mapping[str, Any], buffers: Buffers | None = None) -> None:
-        """Copies `state`. Raises ConfigError when something in it can't be saved."""
+        """Raises ConfigError when something in `state` can't be saved."""
         began = time.monotonic()
         self._buffers = buffers
         self._on_device: dict[torch.device, torch.cuda.Event] = {}

@@ -315,10 +315,7 @@ def _idle() -> bool:
 
 
 def is_stuck() -> bool:
-    """Whether a thread of a group waits for a peer.
-
-    After a cut none does for long, except where gloo has lost a message (see `InPlace._end_if_stuck`).
-    """
+    """Whether a thread of a group waits for a peer. After a cut that ends, but see `InPlace._end_if_stuck`."""
     return any(call is not None and _has_limit(call) for call in _waits())
 
 

@@ -92,7 +92,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Step:
-    """A worker with a Loop has finished global step `step`. The first of a generation is sent at once, then <= 10/s.
+    """A worker with a Loop has finished global step `step`. The first of a generation is sent at once, then <= 4/s.
 
     `at_ns` is CLOCK_MONOTONIC at the end of the step; `resumed_from` is the step the generation started from.
     `scalars` are the user's, as of this step.

@@ -1,8 +1,8 @@
 """How a worker leaves a group that has lost a rank, and meets the others in the next generation's group.
 
 A worker whose group has lost a rank gets an error in a collective, or hangs in one. In both cases its agent sends it a
-seat in the next generation. A thread cuts the old group's sockets, so that the collective fails, and `train.world`
-undoes the open step. Then the group is made anew and DDP gets a new reducer.
+seat in the next generation. A thread frees it (`distributed.regroup`), `train.world` undoes the open step, and the
+group is made anew.
 
 An error that has another cause than a lost peer is never swallowed. If no seat comes, the process leaves its loop.
 """

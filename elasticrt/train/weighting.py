@@ -1,8 +1,8 @@
 """Gradients of the mean over the global batch, however unevenly it is cut.
 
-DDP averages over ranks. That is the mean over samples only if all ranks hold equally many, in one piece. Here a hook on
-each parameter multiplies a backward's contribution by the weight of its slice, and DDP exchanges gradients only in a
-rank's last slice of a global batch, so that ranks with different numbers of slices make equally many collectives.
+A hook on each parameter multiplies a backward's contribution by the weight of its slice (`sample_order`), and DDP
+exchanges gradients only in a rank's last slice of a global batch, so that ranks with different numbers of slices make
+equally many collectives.
 
 The hooks are on parameters, not on outputs: a gradient through two models is weighted once, a penalty computed from the
 parameters is weighted like the rest, and models may return anything. SyncBatchNorm mixes the ranks' gradients before
