@@ -40,9 +40,6 @@ from elasticrt.text import cut, packed
 
 _log = logging.getLogger(__name__)
 
-# A save that takes longer than this is stuck in the file system: a wait for it ends with a warning.
-SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
-
 FAILED_S_MAX = 60.0
 """How long a process that has failed, or hands over, waits for its last save. Its successor begins after it."""
 
@@ -168,8 +165,11 @@ class Checkpointer:
         self._head.move(worker)
         self._directory.disclaim()
 
-    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
-        """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""
+    def wait(self, timeout_s: float = COMMIT_TIMEOUT_S) -> bool:
+        """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`.
+
+        By default that is as long as a commit may take: a longer save is stuck in the file system.
+        """
         if not self.snapshots.wait(timeout_s):
             _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
             return False
@@ -183,7 +183,7 @@ class Checkpointer:
         """Whether the last save has failed."""
         return self._directory.path in _unsaved
 
-    def _end(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+    def _end(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
         """Wait for the last save; one that is not written by then is missed. Raises what has ended it."""
         if not self.wait(timeout_s):
             why = f"not written within {timeout_s:.0f} s"
@@ -302,7 +302,7 @@ def _finish_saves() -> None:
     missed: Exception | None = None
     for checkpointer in list(_live):
         try:
-            checkpointer._end(SAVE_TIMEOUT_S if ends_well else FAILED_S_MAX)
+            checkpointer._end(COMMIT_TIMEOUT_S if ends_well else FAILED_S_MAX)
         except Exception as error:  # noqa: BLE001  At exit there is no caller to raise it to.
             _log.info("the last save failed: %s: %s", type(error).__name__, error)
             missed = missed or error

@@ -128,6 +128,9 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             workers restart when the membership changes.
         world_size: processes in all; given with `rank`, or not at all.
 
+    Attributes:
+        micro_batch_size: as given.
+
     Raises TypeError and ValueError for arguments that cannot be.
     """
 
@@ -145,19 +148,14 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
     ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
         self._batch_size = whole_number(global_batch_size, "global_batch_size", self._where, 1)
-        self._micro = (
-            None if micro_batch_size is None else whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
-        )
+        if micro_batch_size is not None:
+            whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
+        self.micro_batch_size = micro_batch_size
         self._drop_last = bool(drop_last)
         if self._drop_last and self._samples < self._batch_size:
             got = f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True"
             what, remedy = "an epoch without a single batch", "Use drop_last=False or a smaller global_batch_size"
             raise ValueError(explain(what, self._where, got=got, remedy=remedy))
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """As given."""
-        return self._micro
 
     def __len__(self) -> int:
         """Global batches of a full epoch: the same at any position and any world size."""
@@ -181,7 +179,7 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         return (
             share
             for start, stop in bounds
-            for share in sample_order.shares_of_batch(start, stop, rank, world_size, self._micro)
+            for share in sample_order.shares_of_batch(start, stop, rank, world_size, self.micro_batch_size)
         )
 
     def indices(self, share: sample_order.BatchSlice) -> list[int]:

@@ -33,9 +33,6 @@ from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
 from elasticrt.train.world import Change, World
 
-_entered: list[bool] = []
-"""One for each Loop that this process has entered."""
-
 _running: list[Loop] = []
 """The loops that are inside `epochs`, the outermost first. Each has its own checkpoint directory."""
 
@@ -60,6 +57,8 @@ class Loop:
 
     Raises TypeError, ValueError and ConfigError for arguments that can't be.
     """
+
+    _any_was_entered = False  # In this process.
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class Loop:
                         self._saving.last()
                         well = True
                     raise
-                self._check_running("epochs")
+                validation.check_stage(self._stage, "epochs")
                 self._settle()
                 if self._state.position.epoch != entered:
                     # The others were further: they had finished this epoch, and their state has what came after it.
@@ -203,8 +202,8 @@ class Loop:
         # A newcomer enters the outermost loop, and could not know that the others are in this one.
         for other in _running:
             other._world.in_place.end()
-        self._is_only = not _entered
-        _entered.append(True)
+        self._is_only = not Loop._any_was_entered
+        Loop._any_was_entered = True
         self._world.enter(fresh=self._fresh)
         self._saving.begin()
         self._undo.watch(self._before_optimizer)
@@ -243,7 +242,7 @@ class Loop:
         A step counts when the next batch is asked for, after `break` if the optimizer has stepped, and after an
         exception never. Raises ConfigError for a loader that does not belong to the sampler.
         """
-        self._check_running("batches")
+        validation.check_stage(self._stage, "batches")
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
@@ -361,7 +360,7 @@ class Loop:
 
         Raises TypeError for anything else, ConfigError outside of `epochs`.
         """
-        self._check_running("report")
+        validation.check_stage(self._stage, "report")
         self._reporter.scalars.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
@@ -386,14 +385,14 @@ class Loop:
         an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete. After
         an exception that has left the block `batches` and `steps` raise RuntimeError when the script goes on.
         """
-        self._check_running("step")
+        validation.check_stage(self._stage, "step")
         validation.check_entered(self._asked)
         self._asked = _Step(self)
         return self._asked
 
     def _step_begins(self) -> None:
         self._asked = self._left_by = None
-        self._check_running("step")
+        validation.check_stage(self._stage, "step")
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
         if not self._fed:
             self._pass_on()
@@ -469,11 +468,9 @@ class Loop:
         When a collective in it loses a peer, the error leaves the block, and this process hands over its newest step
         before it ends.
 
-        Raises TypeError when `why` is no text, ConfigError outside of `epochs`.
+        Raises ConfigError outside of `epochs`.
         """
-        if not isinstance(why, str):
-            raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
-        self._check_running("pause")
+        validation.check_stage(self._stage, "pause")
         if self._page.pausing_ns:  # It is a part of the pause around it.
             yield
             return
@@ -571,9 +568,6 @@ class Loop:
     def _check_block(self) -> None:
         validation.check_entered(self._asked)
         validation.check_left(self._left_by, self.steps_done + 1)
-
-    def _check_running(self, where: str) -> None:
-        validation.check_stage(self._stage, where)
 
 
 class _Step:

@@ -192,7 +192,7 @@ def test_a_rank_that_was_given_does_not_outlive_a_change(
     model, optimizer, _ = _parts()
     data = TensorDataset(torch.ones(2, 1))
     sampler = ElasticDistributedSampler(data, 1, 0) if given else ElasticDistributedSampler(data)
-    monkeypatch.setattr("elasticrt.train.loop._entered", [])  # As in a process of its own.
+    monkeypatch.setattr(Loop, "_any_was_entered", False)  # As in a process of its own.
     with under(Agent(), monkeypatch):
         loop = Loop(tmp_path, sampler=sampler, model=model, optimizer=optimizer)
         for _ in loop.epochs(1):
