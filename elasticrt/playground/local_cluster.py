@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -74,19 +74,19 @@ class Screen:
         self._colour = out.isatty() and not env.get("NO_COLOR")
         self.broken = False
 
-    def show(self, line: narration.Line) -> None:
-        """Print one line, at once."""
+    def show(self, line: str, node: str = "") -> None:
+        """Print one line, at once; `node` has printed it, "" stands for the simulation itself."""
         if self.broken:
             return
-        self.broken = not write(self._out, self._format(line) + "\n")
+        self.broken = not write(self._out, self._format(line, node) + "\n")
 
-    def _format(self, line: narration.Line) -> str:
-        if not line.node:
-            return self._paint(line.text, _OWN.get(line.text[:2], 0))
-        number = re.search(r"[0-9]+$", line.node)
+    def _format(self, line: str, node: str) -> str:
+        if not node:
+            return self._paint(line, _OWN.get(line[:2], 0))
+        number = re.search(r"[0-9]+$", node)
         colour = COLOURS[int(number[0]) % len(COLOURS)] if number else COLOURS[0]
         # A carriage return would let one node's progress bar write over another's tag.
-        return f"{self._paint(line.node, colour)} | " + line.text.rstrip("\r").replace("\r", " ")
+        return f"{self._paint(node, colour)} | " + line.rstrip("\r").replace("\r", " ")
 
     def _paint(self, text: str, code: int) -> str:
         return f"\033[{code}m{text}\033[0m" if self._colour and code else text
@@ -141,7 +141,7 @@ class _Player:
             self._on_time(self._now())
         stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
         for fault in () if stopped_by else self._faults:
-            self._screen.show(narration.Line(f"!! never came: {fault.text}"))
+            self._screen.show(f"!! never came: {fault.text}")
         self._show(self._narration.summary(stopped_by))
         return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
 
@@ -162,7 +162,7 @@ class _Player:
         if isinstance(news, events.Record):
             self._show(self._narration.tell(news))
         elif isinstance(news, bytes):
-            self._screen.show(narration.Line(news.decode(errors="replace").removesuffix("\n"), node))
+            self._screen.show(news.decode(errors="replace").removesuffix("\n"), node)
         elif not node:
             self._stop(signal.Signals(news))
         else:
@@ -182,7 +182,7 @@ class _Player:
                 self._faults, self._narration.story.step, now - self._narration.started_at
             )
             for fault in now_due:
-                self._show((narration.Line(f"!! {fault.text}  ({self._do(fault)})"),))
+                self._screen.show(f"!! {fault.text}  ({self._do(fault)})")
 
     def _stop(self, number: signal.Signals) -> None:
         """Send SIGTERM to all agents, or SIGKILL the second time."""
@@ -191,11 +191,11 @@ class _Player:
             self._kill_at = now
             return
         self._stopped_by, self._kill_at = number, now + TERM_GRACE_S
-        self._screen.show(narration.Line(f"-- {number.name}: stopping {counted(len(self._agents), 'agent')}"))
+        self._screen.show(f"-- {number.name}: stopping {counted(len(self._agents), 'agent')}")
         for process in self._agents.values():
             process.terminate()
 
-    def _show(self, lines: narration.Lines) -> None:
+    def _show(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._screen.show(line)
 

@@ -7,7 +7,6 @@ since 1970, as in the story.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
@@ -18,17 +17,6 @@ from elasticrt.story.fold import Story
 
 OFFER_AFTER_STEPS = 30
 STATUS_EVERY_S = 5.0
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line to print; `node` has printed it, "" stands for the simulation itself."""
-
-    text: str
-    node: str = ""
-
-
-Lines = tuple[Line, ...]
 
 
 class Narration:
@@ -60,7 +48,7 @@ class Narration:
 
     # What happens.
 
-    def tell(self, record: events.Record) -> Lines:
+    def tell(self, record: events.Record) -> list[str]:
         """Take an agent's event; the lines about it."""
         story = self.story
         first_agent = not story.lives
@@ -69,45 +57,45 @@ class Narration:
             case events.AgentStarted():
                 self.ended.pop(record.node, None)
                 text = f"-- run {story.run_id}, etcd {story.etcd}, logs in {story.run_dir}"
-                return (Line(text),) if first_agent else ()
+                return [text] if first_agent else []
             case events.Step():
                 return self._offer()
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
-                return (*lines, Line(f"-- {sentences.standing(record.event)}"))
+                return [*lines, f"-- {sentences.standing(record.event)}"]
             case events.Failure(text=text):
-                return tuple(map(Line, text.splitlines()))
+                return text.splitlines()
             case events.Result() if not self._ended:
                 self._ended = True
-                return (*_lines(self._changes.tick(math.inf)), Line(f"-- {sentences.ending(record.event)}"))
+                return [*_lines(self._changes.tick(math.inf)), f"-- {sentences.ending(record.event)}"]
         return lines
 
-    def exited(self, node: str, code: int) -> Lines:
+    def exited(self, node: str, code: int) -> list[str]:
         """The agent of `node` has ended with `code` (negative: signal)."""
         self.ended[node] = code
         quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.chapter is not None)
         # The next generation has a line about a killed agent, and the result has one about an orderly end.
-        return () if quiet else (Line(f"-- the agent of {node} ended ({sentences.code_in_words(code)})"),)
+        return [] if quiet else [f"-- the agent of {node} ended ({sentences.code_in_words(code)})"]
 
-    def tick(self, now: float) -> Lines:
+    def tick(self, now: float) -> list[str]:
         """The lines that are due at `now`: a change whose cost is known by then, and the status."""
         lines = _lines(self._changes.tick(now))
         if now - max(self._status_at, self.started_at) >= STATUS_EVERY_S:
-            lines += (Line(self._status(now)),)
+            lines.append(self._status(now))
             self._status_at = now
         return lines
 
     # What is said.
 
-    def _offer(self) -> Lines:
+    def _offer(self) -> list[str]:
         """Suggest a kill, once for each membership, where the run would survive it."""
         story, chapter = self.story, self.story.chapter
         if chapter is None or self._offered == chapter.number or story.step - chapter.resume_step < OFFER_AFTER_STEPS:
-            return ()
+            return []
         node, self._offered = chapter.nodes[-1], chapter.number
         if len(chapter.nodes) <= self._min_nodes or node not in self.alive():
-            return ()
-        return (Line(f"try: kill -9 {story.pid(node)} ({node} and its workers)"),)
+            return []
+        return [f"try: kill -9 {story.pid(node)} ({node} and its workers)"]
 
     def _status(self, now: float) -> str:
         story, chapter = self.story, self.story.chapter
@@ -141,12 +129,12 @@ class Narration:
             return (EXIT_TERMINATED if drained else EXIT_WORKERS), "no agent survived: the run did not end, it stopped"
         return 0, "the run succeeded"
 
-    def summary(self, stopped_by: str = "") -> Lines:
+    def summary(self, stopped_by: str = "") -> list[str]:
         """The report of the run, and what it cannot know: the signal that stopped this, or how the agents ended."""
         said = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
         more = [] if self.story.result is not None and said.startswith("the run ") else ["", said]
-        return tuple(map(Line, ("", *report.report(self.story), *more)))
+        return ["", *report.report(self.story), *more]
 
 
-def _lines(told: list[Told]) -> Lines:
-    return tuple(Line(f"-- {text}") for _, text in told)
+def _lines(told: list[Told]) -> list[str]:
+    return [f"-- {text}" for _, text in told]

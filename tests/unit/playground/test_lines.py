@@ -87,7 +87,7 @@ def told(history, min_nodes=1):
                 lines = narration.exited(node, code)
             case now:
                 lines = narration.tick(now)
-        said += [line.text for line in lines]
+        said += lines
     return narration, said
 
 
@@ -346,7 +346,7 @@ def test_only_a_run_that_succeeded_gives_zero(history, code, words):
 def test_a_simulation_ends_with_the_report_of_its_run(more, stopped_by, last):
     """The same lines; then only what no report knows."""
     narration, _ = told([*BEGIN, *KILLED, *more])
-    lines = [line.text for line in narration.summary(stopped_by)]
+    lines = narration.summary(stopped_by)
     assert lines == ["", *report(narration.story), *(["", *last] if last else [])]
     assert "2           node-2 lost  2      2           406        0.41 s  6" in lines
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from elasticrt.playground.local_cluster import Screen, descends
-from elasticrt.playground.narration import Line
 
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0
@@ -215,5 +214,5 @@ class Terminal(io.StringIO):
 )
 def test_colour_is_for_terminals(out, env, shown):
     """Tags are coloured on a terminal only, and not with NO_COLOR; a carriage return never hides a tag."""
-    Screen(out, env).show(Line("10%\r20%\r", "node-1"))
+    Screen(out, env).show("10%\r20%\r", "node-1")
     assert out.getvalue() == shown
