@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 ANEW = "start again with new nodes"
 """The cause of a generation that has no node of the one before. Whether those were killed or have left, its leader does
 not know."""
@@ -41,3 +43,11 @@ def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
         return saved
     lost = f"step {left_after:,} is" if left_after == reached + 1 else f"steps {reached + 1:,} to {left_after:,} are"
     return f"{saved}, {lost} not: the last checkpoint could not be saved"
+
+
+def signal_name(number: int) -> str:
+    """The name of signal `number`: SIGSEGV and so on; "signal 42" for one without."""
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"

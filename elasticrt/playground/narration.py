@@ -10,7 +10,7 @@ import math
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Story
@@ -75,7 +75,8 @@ class Narration:
         self.ended[node] = code
         quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.chapter is not None)
         # The next generation has a line about a killed agent, and the result has one about an orderly end.
-        return [] if quiet else [f"-- the agent of {node} ended ({sentences.code_in_words(code)})"]
+        how = f"code {code}" if code >= 0 else signal_name(-code)
+        return [] if quiet else [f"-- the agent of {node} ended ({how})"]
 
     def tick(self, now: float) -> list[str]:
         """The lines that are due at `now`: a change whose cost is known by then, and the status."""

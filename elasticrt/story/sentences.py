@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -270,13 +269,3 @@ def lasted(value_s: float) -> str:
     if whole < 120:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60:02} s" if whole < 7200 else f"{whole // 3600} h {whole // 60 % 60:02} min"
-
-
-def code_in_words(code: int) -> str:
-    """An exit code in words; negative is a signal."""
-    if code >= 0:
-        return f"code {code}"
-    try:
-        return "killed" if code == -signal.SIGKILL else signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

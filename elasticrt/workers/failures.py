@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import re
-import signal as signals
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from elasticrt.ipc.collateral_errors import (
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.ipc.time_bounds import STOPPED_S
+from elasticrt.ipc.wording import signal_name
 from elasticrt.text import cut, size
 from elasticrt.workers.gpu_failures import gpu_cause
 
@@ -149,7 +150,7 @@ def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: Fina
     place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
     yield f"rank {worker.rank} failed first, {place}{f', after step {left.step}' if left.step is not None else ''}"
     yield f"  {how}"
-    if left.code == -signals.SIGKILL and not left.oom and not left.lost:
+    if left.code == -signal.SIGKILL and not left.oom and not left.lost:
         yield f"  {WHO_KILLED}"
     if left.last_lines:
         yield "  the end of its error output:"
@@ -168,7 +169,7 @@ def _is_collateral(found: Raised, left: Remains) -> bool:
     # A peer's end makes a process abort: NCCL's watchdog throws in a thread of C++, where none can catch.
     text = "\n".join(left.last_lines)
     threw = "terminate called after throwing an instance of 'c10::Dist" in text
-    return left.code == -signals.SIGABRT and threw and bool(PEER_IS_GONE.search(text))
+    return left.code == -signal.SIGABRT and threw and bool(PEER_IS_GONE.search(text))
 
 
 def _final_code(found: Raised, left: Remains) -> FinalCode:
@@ -185,7 +186,7 @@ def _final_code(found: Raised, left: Remains) -> FinalCode:
 def _of_gpu(found: Raised, left: Remains) -> str:
     """Which failure of a GPU this is, and its remedy; "" for none."""
     # NCCL's watchdog cannot write an error file: what it says of the GPU is only in the output.
-    aborted = left.code == -signals.SIGABRT
+    aborted = left.code == -signal.SIGABRT
     cause = gpu_cause("\n".join(left.last_lines) if aborted else f"{found.exception}: {found.message}")
     return f"{cause.name}. {cause.remedy}" if cause else ""
 
@@ -210,7 +211,7 @@ def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
     who = " and ".join(f"rank {rank}" for rank in ranks) or "a newcomer"
     said = f"{who} on {node} {'are' if len(ranks) > 1 else 'is'} stopped (SIGSTOP)"
     text = f"{said} {where}, and nobody continued it within {STOPPED_S:g} s"
-    return Failure(rank=min(ranks, default=0), code=-signals.SIGSTOP, collateral=False, summary=said, text=text)
+    return Failure(rank=min(ranks, default=0), code=-signal.SIGSTOP, collateral=False, summary=said, text=text)
 
 
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
@@ -223,7 +224,7 @@ def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Se
         lines += [f"  rank {rank} on {node}:", *(f"  | {cut(line, _LINE_MAX_BYTES)}" for line in stack)]
     return Failure(
         rank=min(stacks),
-        code=-signals.SIGKILL,
+        code=-signal.SIGKILL,
         collateral=False,
         summary=message,
         text="\n".join(lines),
@@ -255,7 +256,7 @@ def _how_it_ended(left: Remains, found: Raised, message: str) -> str:
     """In a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
     if left.start_error:
         return f"could not be started: {cut(left.start_error, _MESSAGE_MAX_BYTES)}"
-    if left.oom and left.code == -signals.SIGKILL:
+    if left.oom and left.code == -signal.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
     if left.code > 0 and found.kind in (*_FINAL, _MISFIT):
@@ -269,14 +270,6 @@ def _innermost(message: str) -> str:
     found = _NESTED.match(message)
     inner = exceptions_in(message)[-1:] if found else []
     return f"{inner[0][1]} ({found[1]})" if found and inner else in_words(message)
-
-
-def signal_name(number: int) -> str:
-    """The name of signal `number`: SIGSEGV and so on; "signal 42" for one without."""
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _how_to_meet(message: str) -> str:
