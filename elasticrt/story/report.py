@@ -48,8 +48,8 @@ def summary(story: Story) -> list[str]:
     if not any(life.node in chapter.nodes for life in story.lives for chapter in story.chapters):
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
-    pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    return [line for line in (pace, worth(story), changes(story), outages(story)) if line]
+    pace, *more = sums(story)
+    return [pace if alone else "seen from this node: " + pace.removesuffix("; no checkpoint"), *more]
 
 
 def body(story: Story, now: float | None = None) -> list[str]:
@@ -218,16 +218,12 @@ def failure_lines(story: Story) -> list[str]:
 
 def happened_lines(story: Story, now: float | None = None) -> list[str]:
     """What happened, with its time; if that is very much, the first and the last of it."""
-    told, half = dated(story, now), HAPPENED_SHOWN // 2
+    happened_at = ((datetime.fromtimestamp(each.at, timezone.utc), each.text) for each in happened(story, now))
+    told, half = [f"{at:%F %T}  {text}" for at, text in happened_at], HAPPENED_SHOWN // 2
     if len(told) > HAPPENED_SHOWN:
         told = [*told[:half], f"... {len(told) - 2 * half} more ...", *told[-half:]]
     lines = [part for each in told for part in textwrap.wrap(each, LINE_SHOWN, subsequent_indent=" " * DATE_WIDTH)]
     return ["what happened (UTC)", *lines] if lines else []
-
-
-def dated(story: Story, now: float | None = None) -> list[str]:
-    """All that happened: a time and a sentence each."""
-    return [f"{datetime.fromtimestamp(each.at, timezone.utc):%F %T}  {each.text}" for each in happened(story, now)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
