@@ -8,7 +8,7 @@ from typing import NamedTuple
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, slow_node
-from elasticrt.story.fold import Chapter, Story, ends, no_step
+from elasticrt.story.fold import Chapter, Story, ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
@@ -63,11 +63,6 @@ def cost(chapter: Chapter) -> str:
         return f"first step {chapter.first_step:,} after {took_s:.2f} s"
     known = "" if chapter.redone is None else f", {again}"
     return f"{resumed}, first step after {took_s:.2f} s{known}"
-
-
-def standing(event: events.Culprit) -> str:
-    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
-    return no_step(event, event.age_s)
 
 
 def slow(event: events.Straggler) -> str:

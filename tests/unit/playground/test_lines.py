@@ -230,6 +230,19 @@ def told(history, min_nodes=1):
             [*BEGIN_TOLD, "-- no step for 3 s after step 1: rank 1 on node-1 sleeps"],
             id="whom the others wait for, once",
         ),
+        pytest.param(
+            [
+                *BEGIN[:-3],
+                *(record(events.SetUp(1, {"first_step": 500.0}), node, 102.5) for node in THREE),
+                record(events.Culprit(1, 37, 3.2, (1,), ("node-1",), "rank 1 on node-1 sleeps"), "node-0", 106.0),
+            ],
+            [
+                BEGIN_TOLD[0],
+                "-- generation 1: 3 nodes, world size 3, first step after 0.50 s",
+                "-- no step for 3 s: rank 1 on node-1 sleeps",
+            ],
+            id="without a Loop steps have no numbers",
+        ),
         pytest.param([passes(104.9), passes(105.0)], [".. 5 s: 0 agents, no generation yet"], id="waiting is told too"),
         pytest.param(
             [record(events.Failure("rank 1 failed\n  ValueError: no"), "node-0", 1.0)],
