@@ -7,9 +7,7 @@ their names (`node-0`); workers are named by their global rank. Seconds count fr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 
 from elasticrt.errors import ConfigError
 
@@ -52,6 +50,10 @@ class Fault:
     step: int | None = None
     after_s: float | None = None
 
+    def is_due(self, step: int, elapsed_s: float) -> bool:
+        """Whether it is due when `step` is finished (0: none), `elapsed_s` seconds after the start."""
+        return step >= self.step if self.step is not None else elapsed_s >= (self.after_s or 0.0)
+
 
 def parse_fault(text: str) -> Fault:
     """One `--fault` option. Raises ConfigError, with the grammar as the remedy, for anything else."""
@@ -63,18 +65,6 @@ def parse_fault(text: str) -> Fault:
         raise ConfigError(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy)
     what = " ".join((found["what"] or found["add"]).split())
     return Fault(text, what, int(found["number"] or 0), step, after_s)
-
-
-def due(faults: Sequence[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
-    """Split the open `faults` into those that are due and the others, both in the order they were given.
-
-    `step` is the highest global step that is finished (0: none), `elapsed_s` the time since the start in seconds.
-    """
-
-    def is_due(fault: Fault) -> bool:
-        return step >= fault.step if fault.step is not None else elapsed_s >= (fault.after_s or 0.0)
-
-    return tuple(filter(is_due, faults)), tuple(filterfalse(is_due, faults))
 
 
 def node_name(number: int) -> str:

@@ -178,10 +178,10 @@ class _Player:
             for process in self._agents.values():
                 process.kill()
         if not self._stopped_by and self._agents:
-            now_due, self._faults = fault_plan.due(
-                self._faults, self._narration.story.step, now - self._narration.started_at
-            )
-            for fault in now_due:
+            step, elapsed_s = self._narration.story.step, now - self._narration.started_at
+            due = [fault for fault in self._faults if fault.is_due(step, elapsed_s)]
+            self._faults = tuple(fault for fault in self._faults if fault not in due)
+            for fault in due:
                 self._screen.show(f"!! {fault.text}  ({self._do(fault)})")
 
     def _stop(self, number: signal.Signals) -> None:
