@@ -714,7 +714,9 @@ class Story:
 
     def _member_lost(self, event: events.MemberLost, teller: Life | None, at: float) -> None:
         """A node was taken out. If the one that tells it came after that, nobody knows for how long it was gone."""
-        life = self._seated(event.lost)
+        begin = self.chapter.begin if self.chapter is not None else -math.inf
+        lives = [life for life in self.lives if life.node == event.lost and life.begin <= begin]
+        life = lives[-1] if lives else None  # Not one that has begun after the newest generation.
         if life is not None and (life.code is not None or (life.leaves and SILENT not in event.how)):
             return
         late = life is not None and teller is not None and teller.begin > life.last
@@ -736,15 +738,9 @@ class Story:
         if life.loss in self.troubles and SILENT not in life.loss.what:
             self.troubles.remove(life.loss)
 
-    def _seated(self, node: str) -> Life | None:
-        """The life of `node` that the newest generation may have a seat for: not one that has begun after it."""
-        begin = self.chapter.begin if self.chapter is not None else -math.inf
-        return next((life for life in reversed(self.lives) if life.node == node and life.begin <= begin), None)
-
     def _why_anew(self, before: Chapter, event: events.Generation, at: float) -> tuple[str, str]:
         """Cause and kind of a generation that starts anew. Its leader does not know who was killed with their etcd."""
-        lives = [life for node in before.nodes if (life := self._seated(node)) is not None]
-        killed = [life for life in lives if life.code is None and not (life.leaves or life.loss)]
+        killed = [life for life in self.seats(before) if life.code is None and not (life.leaves or life.loss)]
         for life in killed:
             self._lost(Trouble(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
         names = ", ".join(life.node for life in killed)
