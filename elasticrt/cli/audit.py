@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.audit.exactly_once import AuditResult, check
+from elasticrt.cli.options import add_command
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError
 from elasticrt.ipc.ledger_file import SUFFIX, LedgerFile, read
 from elasticrt.ipc.std_streams import write
@@ -31,18 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     parser = subparsers.add_parser("ledger", help="check which samples were trained", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    checking = commands.add_parser(
-        "check",
-        help="prove that each sample counts exactly once",
-        description="Check a ledger that Loop(ledger=DIR) has written. "
-        "Nodes without a shared directory each have a part of it: copy each node's to a directory of its own, and give "
-        "all of them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    text = "prove by a ledger of Loop(ledger=DIR) that each sample counts exactly once"
+    more = "Nodes without a shared directory each have a part of it: give all of them, each in a directory of its own."
+    checking = add_command(commands, "check", main, text, more=more, epilog=EPILOG)
     checking.add_argument("directories", metavar="DIR", nargs="+", help="where the ledger, or a node's part of it, is")
-    checking.set_defaults(func=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
