@@ -9,13 +9,11 @@ import json
 import secrets
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from hmac import compare_digest
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -31,7 +29,6 @@ from elasticrt.story.fold import Story
 from elasticrt.text import json_text
 
 REQUEST_S = 10.0
-STREAMS_MAX = 32
 TELL_EVERY_S = 1.0
 """An open page gets an update at least so often: its ages grow, and a closed connection is noticed."""
 
@@ -69,7 +66,6 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.log_dir = log_dir
-        self.streams = threading.BoundedSemaphore(STREAMS_MAX)
         self.names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         self.token = "" if is_loopback(Address("http", host, port)) else secrets.token_urlsafe(24)
         host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  Compared, not bound.
@@ -130,15 +126,7 @@ class Handler(BaseHTTPRequestHandler):
         directory = next((each for each in run_dir.newest(self.server.log_dir) if each.name == query.get("run")), None)
         if directory is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
-        if not self.server.streams.acquire(blocking=False):
-            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
-        try:
-            self._answer("text/event-stream", None)
-            self._tell(directory)
-        finally:
-            self.server.streams.release()
-
-    def _tell(self, directory: Path) -> None:
+        self._answer("text/event-stream", None)
         story, told_at = Story(), 0.0
         for lines, _ in run_dir.looks(directory, story, lambda: False):
             if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
