@@ -28,9 +28,6 @@ from elasticrt.story.run_dir import has_events, read
 ASKED_AT_ONCE = 64
 """Nodes that one transaction asks to leave; etcd takes 128 operations."""
 
-RESIZE_TRIES = 20
-"""The spec changes only by another `resize`, or a new start of the run: so many in a row are an error."""
-
 
 def drain(arguments: argparse.Namespace) -> int:
     """Have one node leave, wait for that, and say what becomes of the run.
@@ -107,20 +104,18 @@ def resize(arguments: argparse.Namespace) -> int:
     options = options_given(arguments, EtcdOptions())
     least, most = arguments.nodes
     with live_run(arguments, options) as run:
-        for _ in range(RESIZE_TRIES):
-            (record, seen), members, where = run.spec(), run.members(), f"run {run.keys.run_id}"
-            if not members:
-                raise run.without_nodes()
-            changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
-            new = record.model_copy(update={"spec": changed, "resized": True})
-            if changed == record.spec or run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
-                generation = run.record(run.keys.generation, Generation)
-                text = (
-                    f"{where} may have {least} to {counted(most, 'node')}; it has {_here(members.values(), generation)}"
-                )
-                write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
-                return EXIT_OK
-        raise StoreError("the run's options keep changing", where, remedy="Try again")
+        (record, seen), members, where = run.spec(), run.members(), f"run {run.keys.run_id}"
+        if not members:
+            raise run.without_nodes()
+        changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
+        new = record.model_copy(update={"spec": changed, "resized": True})
+        if changed != record.spec and not run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
+            # By another `resize`, or a new start of the run.
+            raise StoreError("the run's options have just changed", where, remedy="Try again")
+        generation = run.record(run.keys.generation, Generation)
+        text = f"{where} may have {least} to {counted(most, 'node')}; it has {_here(members.values(), generation)}"
+        write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
+    return EXIT_OK
 
 
 def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, told: str = "") -> None:
