@@ -13,16 +13,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import groupby, pairwise
 
 from elasticrt.ipc.ledger_file import Closing, LedgerEntry, LedgerFile, Link
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, listed
 
 Starts = dict[str, dict[int, LedgerFile]]
 """The files by start and rank."""
 
-NAMED_MAX = 20
+_listed = partial(listed, most=20)
 """Of the samples that were lost or repeated in an epoch this many are named; the rest are counted."""
 
 
@@ -120,14 +121,14 @@ def _newest(starts: Starts) -> str:
     if len(newest) > 1:
         named = [f"{each} (run {_lowest(starts[each]).opening.run!r}, {_origin(starts[each])})" for each in newest]
         raise ValueError(
-            f"which start is the newest can't be told: each of these may be: {_list(named)}. Give the directories of "
+            f"which start is the newest can't be told: each of these may be: {_listed(named)}. Give the directories of "
             "all nodes; if these are all, leave out the files of those starts that are older"
         )
     try:
         TopologicalSorter(older).prepare()
     except CycleError as error:
         raise ValueError(
-            f"each of these starts came after another one of them: {_list(sorted(set(error.args[1])))}"
+            f"each of these starts came after another one of them: {_listed(sorted(set(error.args[1])))}"
         ) from None
     return newest[0]
 
@@ -143,7 +144,7 @@ def _origin(ranks: Mapping[int, LedgerFile], rank: int = -1) -> str:
     nodes = sorted({file.opening.node for file in ranks.values() if file.opening.node})
     if rank in ranks:
         return ", ".join(filter(None, (generation, ranks[rank].opening.node)))
-    return f"{generation}; there are files of {_list(nodes)}" if nodes else generation
+    return f"{generation}; there are files of {_listed(nodes)}" if nodes else generation
 
 
 def _gaps(starts: Starts, chain: Sequence[Link]) -> Iterator[str]:
@@ -199,23 +200,18 @@ def _judge(
         # Which of the missing ones were left out on purpose is unknown.
         lost = expected - len(tally)
         of = f", among these {len(missing)}" if len(missing) > lost else ""
-        problems.append(f"epoch {number}: lost: {counted(lost, 'sample')}{of}: {_list(missing)}")
+        problems.append(f"epoch {number}: lost: {counted(lost, 'sample')}{of}: {_listed(missing)}")
     if over and len(tally) > expected:
         problems.append(f"epoch {number}: {counted(len(tally), 'sample')} trained; {expected} were to be")
     repeated = [
         f"{sample} (steps {' and '.join(map(str, steps))})" for sample, steps in sorted(tally.items()) if len(steps) > 1
     ]
     if repeated:
-        problems.append(f"epoch {number}: repeated: {counted(len(repeated), 'sample')}: {_list(repeated)}")
+        problems.append(f"epoch {number}: repeated: {counted(len(repeated), 'sample')}: {_listed(repeated)}")
     foreign = [sample for sample in tally if not 0 <= sample < samples]
     if foreign:
-        problems.append(f"epoch {number}: not in the data set: {counted(len(foreign), 'sample')}: {_list(foreign)}")
+        problems.append(f"epoch {number}: not in the data set: {counted(len(foreign), 'sample')}: {_listed(foreign)}")
     return Epoch(number, samples, len(tally), left_out if over else 0, over), problems
-
-
-def _list(items: Sequence[object]) -> str:
-    more = f" and {len(items) - NAMED_MAX} more" if len(items) > NAMED_MAX else ""
-    return ", ".join(str(each) for each in items[:NAMED_MAX]) + more
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -223,4 +219,4 @@ def _ranges(numbers: Iterable[int]) -> str:
     # Numbers of one range differ from their places by the same.
     runs = groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0])
     parts = [[number for _, number in run] for _, run in runs]
-    return _list([str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts])
+    return _listed([str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts])

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from elasticrt.distributed.collectives import alone, local_rank_of, rank_and_world, require_group
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import explain
+from elasticrt.ipc.wording import listed
 
 UNWATCHED_S = 1800.0
 """What torch gives its collectives."""
@@ -140,9 +141,7 @@ class Barrier:
 
 
 def _ranks(ranks: list[int], what: str) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED_MAX]))
-    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
-    return f"rank{'s' * (len(ranks) > 1)} {named}{more} {what}" if ranks else ""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED_MAX)} {what}" if ranks else ""
 
 
 def barrier() -> None:

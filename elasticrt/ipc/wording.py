@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from signal import Signals
 
 ANEW = "start again with new nodes"
@@ -12,6 +13,12 @@ not know."""
 def counted(number: int, noun: str) -> str:
     """`1 node`, `3 nodes`, `1,240 steps`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(items: Iterable[object], most: int = 5) -> str:
+    """`a, b, c, d, e and 3 more`: the first of them, and the number of the others."""
+    words = [str(each) for each in items]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def slow_node(node: str, own_s: float, others_s: float) -> str:

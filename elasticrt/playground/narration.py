@@ -10,7 +10,7 @@ import math
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
-from elasticrt.ipc.wording import counted, signal_name
+from elasticrt.ipc.wording import counted, listed, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Story, no_step
@@ -102,7 +102,7 @@ class Narration:
         story, chapter = self.story, self.story.chapter
         if self._ended:
             late = [node for node in dict.fromkeys(life.node for life in story.lives) if node not in self.ended]
-            return f".. {now - self.started_at:.0f} s: the run has ended; still there: {report.listed(late)}"
+            return f".. {now - self.started_at:.0f} s: the run has ended; still there: {listed(late)}"
         if story.first_step_at is None:
             stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
             waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"

@@ -12,7 +12,7 @@ from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
 from elasticrt.ipc.time_bounds import SEATED_S_MAX
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, listed
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
     Draft,
@@ -521,5 +521,4 @@ def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
 
 def list_names(nodes: Iterable[str]) -> str:
     """Up to five names, and how many more."""
-    names = sorted(nodes)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return listed(sorted(nodes))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, listed
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
 from elasticrt.story.sentences import happened, made, pace, seconds, slow, state, to_go_on, unsaved
@@ -111,12 +111,6 @@ def changes(story: Story) -> str:
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
     return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}{again}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first of the names, and the number of the others."""
-    shown = ", ".join(names[: NODES_SHOWN + 1])
-    return shown if len(names) <= NODES_SHOWN + 1 else f"{shown}, and {len(names) - NODES_SHOWN - 1} more"
 
 
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     changes = [(50.0 + number, "n0", begun(number, "ab", "lost", "a lost")) for number in range(1, 60)]
     lines = report(story([*many, *changes]))
     assert len(lines) < 70
-    assert "40 nodes: n0, n1, n10, n11, n12, and 35 more" in lines
+    assert "40 nodes: n0, n1, n10, n11, n12 and 35 more" in lines
     assert "... 47 generations ..." in lines
     assert "... 19 more ..." in lines
     assert any(line.endswith("all nodes") for line in lines)
