@@ -67,7 +67,6 @@ def board(story: Story, now: float) -> dict[str, Any]:
             f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.work[rank]]
             for rank in sorted(story.work)[:RANKS_SHOWN]
         },
-        "stepped": [story.last_step_at, story.newest],
         "points": [[at, each.step, each.scalars] for at, each in story.points[::step]],
         "sentences": [list(each) for each in happened(story, until)[-SENTENCES_SHOWN:]],
     }

@@ -32,8 +32,9 @@ from elasticrt.story.buckets import (
     totals,
 )
 
-POINTS_MAX = 4000
-"""How many points of the curve of scalars are kept."""
+POINTS_MAX, POINT_EVERY_S = 4000, 1.0
+"""How many points of the curves of steps and scalars are kept, and how soon after one another at least where scalars
+stay the same."""
 
 WORK_MAX = 400
 """The same for each rank's own work, and for checkpoints."""
@@ -237,7 +238,7 @@ class Story:
         step, newest: the highest step, and the latest one (lower while steps are done again).
         first_step_at, last_step_at: when the first and the latest step were reported.
         epoch, scalars: of the latest step.
-        points: steps with scalars, and when they were reported; thinned out.
+        points: steps with their scalars, and when they were reported; thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
         checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
         samples: trained on so far; 0 if not known.
@@ -627,7 +628,8 @@ class Story:
     def _step(self, event: events.Step, at: float) -> None:
         self._stepped(event.generation, event.step, at)
         self.epoch, self.scalars = event.epoch, event.scalars
-        if event.scalars and not (self.points and self.points[-1][1].scalars == event.scalars):
+        last_at, last = self.points[-1] if self.points else (-math.inf, event)
+        if at - last_at >= POINT_EVERY_S or event.scalars != last.scalars:
             self.points.add((at, event))
 
     def _committed(self, event: events.Committed, at: float) -> None:

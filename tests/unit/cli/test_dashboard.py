@@ -52,6 +52,12 @@ def test_what_is_shown() -> None:
     assert "paused 0.08 s after step 60, no step lost" in said
 
 
+def test_a_curve_of_steps_without_numbers() -> None:
+    """A script that reports none has its steps drawn as well, one for each second: live, later, and in a report."""
+    steps: list[Entry] = [(5.0 + at / 4, "a", events.Step(1, at, 0)) for at in range(9)]
+    assert board(story([*THREE_STEPS, *steps]), 11.0)["points"] == [[5.0, 0, {}], [6.0, 4, {}], [7.0, 8, {}]]
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """One on loopback, with a run."""
