@@ -50,13 +50,11 @@ LINE = json.loads(events.encode(events.Committed(7, 2), "n1", 12.5, NOON))
         json.dumps({**LINE, "at": 10**400}),
         json.dumps({**LINE, "at": float("inf")}),
         json.dumps({**LINE, "at": float("nan")}),
-        json.dumps({**LINE, "took_s": 1e308}),
-        json.dumps({**LINE, "step": 10**30}),
         json.dumps({name: value for name, value in LINE.items() if name != "generation"}),
     ],
 )
 def test_what_says_nothing_is_left_out(line):
-    """Half a line, another version, an unknown kind, and fields that are missing, of another type or too large."""
+    """Half a line, another version, an unknown kind, fields that are missing or of another type, impossible times."""
     assert events.decode(line) is None
 
 
