@@ -42,9 +42,7 @@ class RunSpec(BaseModel):
         restarts_reset: whether progress (see `leader_context.counting`) gives the whole restart budget back.
         join_timeout_s: how long to wait for min_nodes.
         lease_ttl_s: lease asked of etcd for every member.
-        join: when a newcomer is let in: "now", "budget" (re-forms cost at most 5 % of the time), "failure" (only
-            together with a failure or a leaving node).
-        settle_quiet_s, settle_max_s: how long the first members wait for more.
+        join, settle_quiet_s, settle_max_s: see `RunOptions`.
         role: ROLE_NAME of all workers.
     """
 

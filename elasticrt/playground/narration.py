@@ -1,7 +1,6 @@
 """The lines that a simulation prints about its run, in order. Pure.
 
-`story.fold` folds the events, and `story.changes` words the changes of membership; the rest is here. Times are seconds
-since 1970, as in the story.
+`story.fold` folds the events, and `story.changes` words the changes of membership; the rest is here.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PIECES_SHOWN = 200
 
 
 def board(story: Story, now: float) -> dict[str, Any]:
-    """All values of the page at `now`. Times are seconds since 1970."""
+    """All values of the page at `now`."""
     until, chapter = story.present(now), story.chapter
     spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1

@@ -4,8 +4,6 @@ A life is painted from left to right with a cursor. Each event gives the time fr
 spans add up to the life, whatever the events are. Two things are known late. A pause is reported at its end, so
 training is painted only up to the beginning of the next pause. The time that workers spend besides their steps
 (`Progress`) is an amount, which is painted at the beginning of the interval in which it was spent.
-
-Times are seconds since 1970, as `story.fold.Clocks` gives them.
 """
 
 from __future__ import annotations

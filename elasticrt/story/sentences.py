@@ -161,7 +161,7 @@ class Happened(NamedTuple):
     """Something that has happened.
 
     Attributes:
-        at: when, in seconds since 1970.
+        at: when.
         kind: "good", "bad", or "" for neither.
         text: a sentence.
     """
@@ -226,7 +226,7 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
 
     Args:
         story: of the run.
-        now: in seconds since 1970.
+        now: the present.
         goodput: from 0 to 1; None: not shown. If the story is that of one of several nodes, it says "here".
         step: the newest one; None: the story's.
     """
