@@ -16,6 +16,7 @@ from rig import Rig
 from elasticrt.ipc.channel import ChannelClosed
 from elasticrt.ipc.messages import Signal
 from elasticrt.settings import Command
+from elasticrt.workers import logs
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerStarted
 
@@ -315,7 +316,7 @@ def test_the_channel_of_a_worker(warm, tmp_path):
     assert (result.codes[0], result.out[0]) == (0, "build 5\n"), result.err
 
 
-def test_much_output_little_memory(warm, tmp_path):
+def test_much_output_little_memory(warm, tmp_path, monkeypatch):
     """W16: 200 MB, binary garbage and a 10 MB line: the agent's memory stays flat and the log keeps to its limit."""
     body = """
         import os, sys
@@ -327,15 +328,12 @@ def test_much_output_little_memory(warm, tmp_path):
         sys.stderr.buffer.write(b"\\nthe end\\n")
         os._exit(3)
         """
-    warm.group._logs = type(warm.group._logs)(console_ranks=frozenset(), file_max_bytes=1_000_000)
+    monkeypatch.setattr(logs, "FILE_MAX_BYTES", 1_000_000)
     before = _resident_bytes()
-    try:
-        result = warm.run(body, tmp_path)
-    finally:
-        warm.group._logs = type(warm.group._logs)(console_ranks=frozenset())
+    result = warm.run(body, tmp_path)
     assert _resident_bytes() - before < 20_000_000
-    logs = (tmp_path / "run" / "logs").rglob("rank-0.*.???")
-    sizes = [path.stat().st_size for path in logs if path.suffix != ".json"]
+    files = (tmp_path / "run" / "logs").rglob("rank-0.*.???")
+    sizes = [path.stat().st_size for path in files if path.suffix != ".json"]
     assert len(sizes) == 2
     assert all(1_000_000 < size < 1_001_000 for size in sizes)
     failure = result.ended[0].failure

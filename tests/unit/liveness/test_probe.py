@@ -129,11 +129,15 @@ def test_a_question_before_the_agent_knows_itself() -> None:
         server.close()
 
 
-def test_closed_is_closed(server: AnsweringAgent) -> None:
+def test_closed_is_closed() -> None:
     """After `close` the port refuses at once, without a last connection that is taken, and the thread has ended."""
+    before = set(threading.enumerate())
+    server = AnsweringAgent(LIFE)
+    server.start()
+    assert ask("127.0.0.1", server.port, LIFE) == "alive"
     server.close()
     assert ask("127.0.0.1", server.port, LIFE) == "dead"
-    assert not [thread for thread in threading.enumerate() if thread.name == "elasticrt-probe"]
+    assert set(threading.enumerate()) <= before
     unused = AnsweringAgent(LIFE)
     unused.close()
     assert ask("127.0.0.1", unused.port, LIFE) == "dead"
