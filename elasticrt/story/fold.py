@@ -564,6 +564,11 @@ class Story:
         lives = [life for life in self.lives if life.node in chapter.nodes and life.begin <= chapter.begin]
         return list({life.node: life for life in lives}.values())
 
+    def elsewhere(self) -> list[str]:
+        """The nodes of the newest generation of which no event is known: each writes to a directory of its own."""
+        known = {life.node for life in self.lives}
+        return [node for node in (self.chapter.nodes if self.chapter is not None else ()) if node not in known]
+
     def seated(self) -> list[Life]:
         """The lives of agents that run, and have a seat in the newest generation."""
         alive = [self._present[node] for node in self.alive()]

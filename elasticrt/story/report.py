@@ -75,7 +75,8 @@ def paces(story: Story, now: float | None = None) -> str:
     text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
     if story.scalars:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
-    text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint"
+    none = "" if story.elsewhere() else "; no checkpoint"
+    text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else none
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 
 
@@ -106,7 +107,7 @@ def changes(story: Story) -> str:
     trained = [chapter for chapter in story.chapters if not chapter.waits]
     known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    if not (story.succeeded or story.alive()) and story.newest > story.checkpoint:
+    if not (story.succeeded or story.alive() or story.elsewhere()) and story.newest > story.checkpoint:
         again = f"{again if lost else ''}; {counted(story.newest - story.checkpoint, 'step')} not saved"
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""

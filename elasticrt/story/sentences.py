@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
-from elasticrt.ipc.wording import counted, how_to_go_on, slow_node
+from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
 from elasticrt.story.fold import Chapter, Story, ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
@@ -115,6 +115,8 @@ def state(story: Story, now: float | None = None) -> str:
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
+    if others := story.elsewhere():
+        return f"no agent of this directory is left ({ends(story.lives)}); what {listed(others)} did is not told here"
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0

@@ -125,3 +125,22 @@ def test_the_pace_of_a_run_that_goes_on_later_is_that_of_the_time_in_which_it_ra
     two = [(5000.0, "a", started()), (5001.0, "a", begun(1, "a", "start", in_place=False))]
     two += [(5002.0, "a", events.FirstStep(1, 102, 101, None, None)), (5010.0, "a", events.Step(1, 201, 0, {}))]
     assert speed(story([*one, *two])) == "10.0 steps/s"
+
+
+@pytest.mark.parametrize("code", [143, None])
+def test_a_directory_of_one_node_claims_nothing_of_the_others(code: int | None) -> None:
+    """Nodes without a shared directory each have events of their own: the others may train on, and save."""
+    entries: list[Entry] = [
+        (0.0, "a", started()),
+        (1.0, "a", begun(1, "abc", "start")),
+        (2.0, "a", events.FirstStep(1, 1, 0, None, None)),
+        (4.0, "a", events.Step(1, 40, 0, {})),
+    ]
+    entries += [(5.0, "a", events.AgentStopped(code))] if code is not None else []
+    told = story(entries)
+    if code is None:
+        told.killed("a")
+    how = "killed" if code is None else f"code {code}"
+    assert state(told) == f"no agent of this directory is left ({how}); what b, c did is not told here"
+    assert "saved" not in changes(told)
+    assert "checkpoint" not in " ".join(sums(told))
