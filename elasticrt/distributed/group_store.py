@@ -26,9 +26,6 @@ from elasticrt.ipc.selector_thread import READ, SelectorThread
 
 _LINE_BYTES_MAX = 16 * 1024 * 1024
 
-SHORT_S = 0.2
-"""How long a server without a free descriptor waits before it accepts connections again."""
-
 
 @dataclass
 class _Client:
@@ -54,7 +51,7 @@ class GroupStoreServer:
         self._listening = listening
         listening.setblocking(False)
         self._thread = SelectorThread("elasticrt-meeting", self._end)
-        self._thread.call(self._listen)
+        self._thread.call(partial(self._thread.watch, listening, READ, self._accept))
 
     def close(self) -> None:
         """Close all connections. Clients that wait get an error."""
@@ -64,18 +61,14 @@ class GroupStoreServer:
         for each in [self._listening, *self._clients]:
             each.close()
 
-    def _listen(self) -> None:
-        self._thread.watch(self._listening, READ, self._accept)
-
     def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (BlockingIOError, ConnectionError):
             return  # The client has hung up already.
-        except OSError:  # No descriptor is left: to ask again at once would take all of a processor.
-            self._thread.forget(self._listening)
-            self._thread.after(SHORT_S, self._listen)
+        except OSError:  # No descriptor is left.
+            self._thread.rest(self._listening)
             return
         connection.settimeout(1.0)  # For answers: a client that asks reads them.
         self._clients[connection] = _Client()

@@ -16,9 +16,6 @@ from elasticrt.ipc.selector_thread import READ, SelectorThread
 
 log = logging.getLogger(__name__)
 
-SHORT_S = 0.05
-"""The pause before the next accept when the process has no free descriptor."""
-
 
 @dataclass(eq=False)
 class Client:
@@ -126,8 +123,7 @@ class RequestServer:
             port = self._listener.getsockname()[1]
             log.warning("no connection can be accepted at port %d: %s; trying again", port, error)
         self._short = True
-        self._thread.forget(self._listener)
-        self._thread.after(SHORT_S, self._listen)
+        self._thread.rest(self._listener)
 
     def _hear(self, client: Client) -> None:
         try:

@@ -18,6 +18,10 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # A turn takes milliseconds.
 CLOSE_S = 2.0
 
+SHORT_S = 0.05
+"""How long a listening socket rests when the process has no free descriptor. Accepting again at once would fail again,
+and take all of a processor."""
+
 
 class SelectorThread:
     """One thread with a selector. It runs from its construction until `close`.
@@ -81,6 +85,12 @@ class SelectorThread:
         """Stop watching `file`, if it is watched. It may be closed already."""
         if self._watched.pop(file, None) is not None:
             self._selector.unregister(file)
+
+    def rest(self, file: Any) -> None:
+        """Do not watch `file`, a socket, for SHORT_S; then as before, unless it has been closed."""
+        events, action = self._selector.get_key(file).events, self._watched[file]
+        self.forget(file)
+        self.after(SHORT_S, lambda: self.watch(file, events, action) if file.fileno() >= 0 else None)
 
     def watches(self, file: Any) -> bool:
         """Whether `file` is watched."""
