@@ -189,8 +189,9 @@ class Supervisor:
     def _can_start_beside(self) -> bool:
         able = self._wanted is None and bool(self._method) and self._check.is_fit
         beside = self._joining.beside
-        # Where a worker has ended by itself nobody joins any more, in that generation.
+        # Where a worker has ended by itself nobody joins any more, in that generation, nor where the run ends with it.
         closes = bool(self._state.well) and (beside is None or beside[0].number == self._state.number)
+        closes = closes or (beside is not None and beside[0].last is not None)
         return able and not closes and self.misfit is None
 
     # Deadlines.
@@ -525,7 +526,13 @@ class Supervisor:
     def _fail(self, failure: Failure) -> None:
         """The workers of the present generation have failed."""
         # A generation that was replaced may have been left to finish a build: its failures end nothing.
-        self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
+        at = self._clock.monotonic() if self._wanted is None else None
+        self._state = self._state.failed(self._with_steps(failure), at)
+
+    def _with_steps(self, failure: Failure) -> Failure:
+        """A failure with the steps that this node's living workers have made: those since the last one are progress."""
+        steps = [page.step if page.entered else page.beats for page in self.pages.of(self._state)]
+        return replace(failure, beats=max([failure.beats, *steps]))
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
         """Tell that `generation`, of the nodes `names`, runs without this node."""
@@ -597,7 +604,7 @@ class Supervisor:
             return
         failure = self.hangs.report(event)
         if failure is not None:
-            self._state = replace(state, failures=(failure,), failed_at=self._clock.monotonic())
+            self._state = replace(state, failures=(self._with_steps(failure),), failed_at=self._clock.monotonic())
             self.progress.disturbed()
 
     def _parent_lost(self, event: ParentLost) -> None:

@@ -36,6 +36,7 @@ class Failure:
         final_code: the exit code of the run, if no restart can cure this; else 0.
         misfit: the script of the worker is not the run's, so its node leaves; that costs no restart.
         stalled: no process ended, but no step was made for too long.
+        killed: a signal has ended the worker after a step of its own, and that is the cause.
         unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
         early: a digest of the error before the first step, and its place. If it comes twice, it will come again.
         beats: steps of the run that the worker had finished; in a script without a Loop, optimizer steps that it made.
@@ -50,6 +51,7 @@ class Failure:
     final_code: FinalCode = 0
     misfit: bool = False
     stalled: bool = False
+    killed: bool = False
     unmet: bool = False
     early: str = ""
     beats: int = 0

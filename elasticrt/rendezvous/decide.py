@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.wording import ANEW, counted
 from elasticrt.rendezvous.decision import (
@@ -276,8 +277,9 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         if failure is not None and failure.final_code:
             return Finish(failure.summary, "failed", failure.final_code, failure.text)
 
-    if led.generation.last is not None:
-        return _when_saved(led, led.generation.last)
+    last = led.generation.last
+    if last is not None and _has_saved(led):
+        return _end(led, last)
 
     suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
     if suspected:
@@ -295,6 +297,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return _asking_again(led, _after_loss(led, lost))
     if failed:
         return _asking_again(led, _after_failure(led, failed))
+    if last is not None:
+        return Wait("the run ends when the newest step is saved", led.since + LEAVE_S_MAX)
     return _asking_again(led, planned(led))
 
 
@@ -342,6 +346,8 @@ def _start(led: LeaderContext, kind: Literal["start", "lost"] = "start", cause: 
 
 def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
     """Nodes are lost: the others re-form. That costs no restart."""
+    if led.generation.last is not None:
+        return _save_first(led, led.generation.last)
     gone = {seat.node: how_gone(led.view, seat) for seat in lost}
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
     cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
@@ -354,13 +360,18 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
-    first = cause_of(led.view.reports.values())
+    first, last = cause_of(led.view.reports.values()), led.generation.last
     if first.collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
-        if first.unmet:  # All agents have just answered at the addresses in their keys.
+        if first.unmet and last is None:  # All agents have just answered at the addresses in their keys.
             return Finish(first.summary, "failed", EXIT_WORKERS, first.text)
+    if last is not None:
+        again = _save_first(led, last)
+        fewer = isinstance(again, Publish) and again.draft.world_size < led.generation.world_size
+        # As many as before, of whom none is the cause, would not meet the next time either.
+        return again if fewer or not first.collateral else _end(led, last)
     if first.stalled and len(failed) < len(led.seats):
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
@@ -382,24 +393,39 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
 
 
 def _give_up(led: LeaderContext, reason: str, text: str) -> Decision:
-    """End the run. Where workers live that have the state, they agree on the newest step and save it before."""
+    """End the run, for this `reason`."""
+    return _save_first(led, Failure(rank=0, code=EXIT_WORKERS, collateral=False, summary=reason, text=text))
+
+
+def _save_first(led: LeaderContext, last: Failure) -> Decision:
+    """End the run. Where workers live that have the state, they agree on the newest step and save it before.
+
+    They do so again where one of them is lost meanwhile. Nobody sets up beside them, so their number bounds this.
+    """
     left, same = startable(led.view, draining=True), led.generation.restarts
     if not go_on(led.view, left):
-        return Finish(reason, "failed", EXIT_WORKERS, text)
-    last = Failure(rank=0, code=EXIT_WORKERS, collateral=False, summary=reason, text=text)
+        return _end(led, last)
     return publish(led, "failure", last.summary, restarts=same, members=left, waits=True, last=last)
 
 
-def _when_saved(led: LeaderContext, last: Failure) -> Decision:
-    """End the run when all have said that the state is saved; at once if one of them is lost, and not later than that
-    of a handover."""
-    until, lost = led.since + LEAVE_S_MAX, any(led.key_of(seat) is None for seat in led.seats)
-    open_ = not (lost or led.failed_since is not None or all(led.said(seat, "held") for seat in led.seats))
-    if open_ and led.now < until:
-        return Wait("the run ends when the newest step is saved", until)
+def _has_saved(led: LeaderContext) -> bool:
+    """Whether a run that ends need not wait any more: the state is saved, or saving takes longer than a handover."""
+    if led.now >= led.since + LEAVE_S_MAX or all(led.said(seat, "held") for seat in led.seats):
+        return True
+    lost = led.failed_since is not None or any(led.key_of(seat) is None for seat in led.seats)
+    return lost and _saved(led) is not None
+
+
+def _saved(led: LeaderContext) -> Commit | None:
+    """The checkpoint that was committed in this generation."""
     head = led.view.head.record if led.view.head else None
-    saved = head is not None and head.generation == led.generation.number
-    reason = f"{last.summary}; step {head.reached:,} was saved" if head is not None and saved else last.summary
+    return head if head is not None and head.generation == led.generation.number else None
+
+
+def _end(led: LeaderContext, last: Failure) -> Finish:
+    """The run's end after the failure `last`."""
+    head = _saved(led) if led.generation.last is not None else None
+    reason = f"{last.summary}; step {head.reached:,} was saved" if head is not None else last.summary
     return Finish(reason, "failed", EXIT_WORKERS, last.text)
 
 

@@ -486,11 +486,15 @@ def counting(led: LeaderContext, first: Failure) -> Restarts:
     it, or some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a snapshot and
     stepping from it: the time of the newest snapshot only grows, and one that a worker writes and reads itself does not
     count.
+
+    A worker that was killed after a step of its own is as a lost node: others that have the state go on, and no restart
+    is spent. One that ends before its first step spends one, so this does not go on for ever either.
     """
     before, reached = led.generation.restarts, led.reached
     progress = led.spec.restarts_reset and led.gets_further
+    free = first.killed and go_on(led.view, startable(led.view))
     return Restarts(
-        spent=1 if progress else before.spent + 1,
+        spent=(0 if progress else before.spent) + (not free),
         total=before.total + 1,
         step=reached.step,
         beats=max(reached.beats, before.beats),

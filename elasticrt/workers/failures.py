@@ -136,6 +136,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         text="\n".join(_report(worker, left, how, advice, final)),
         final_code=final,
         misfit=found.kind == _MISFIT,
+        killed=left.code < 0 and bool(left.stepped) and not collateral,
         unmet=unmet,
         early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,

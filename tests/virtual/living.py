@@ -178,7 +178,7 @@ class Worker:
     def _tell_end(self, code: int, failure: Any) -> None:
         env, self.told = self.env, True
         if failure is None and code not in (0,) and not self.stopping:
-            failure = failure_of(env, Remains(code))
+            failure = failure_of(env, Remains(code, stepped=self.page.step > 0))
         self.emit(WorkerEnded(env.generation, env.rank, env.local_rank, 1, code, failure))
         if all(each.told or each.generation != env.generation for each in self.owner.workers):
             if self.sim.plan.reap_s:

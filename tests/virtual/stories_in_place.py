@@ -176,6 +176,51 @@ IN_PLACE: list[Plan] = [
         generations_max=2,
     ),
     _living(
+        "more workers are killed within a step than there are restarts",
+        3,
+        Fault(6.0, "worker_killed", "n0"),
+        Fault(0.0, "worker_killed", "n1", on="= generation 2"),
+        Fault(0.0, "worker_killed", "n2", on="= generation 3"),
+        workers=(2, 2, 2),
+        spec=spec_for(3, max_restarts=1),
+        succeeds=True,
+    ),
+    _living(
+        "connections break more often than there are restarts, and steps are made in between",
+        3,
+        *(Fault(6.0 + 3.0 * number, "worker_lost", "n1") for number in range(4)),
+        spec=spec_for(3, max_restarts=1),
+        succeeds=True,
+    ),
+    *(
+        _living(
+            f"the run ends, and {what} is lost while they save",
+            3,
+            Fault(6.0, "worker_failure", "n1"),
+            Fault(0.0, kind, node, on="= generation 2"),
+            spec=spec_for(3, max_restarts=0),
+            doomed=(node,) if kind == "crash" else (),
+            generations_max=3,
+        )
+        for what, kind, node in (
+            ("rank 0", "worker_killed", "n0"),
+            ("another worker", "worker_killed", "n2"),
+            ("the leader", "crash", "n0"),
+            ("another node", "crash", "n2"),
+        )
+    ),
+    _living(
+        "the run ends, and one after the other is lost while they save",
+        3,
+        Fault(6.0, "worker_failure", "n1"),
+        Fault(0.0, "worker_killed", "n0", on="= generation 2"),
+        Fault(0.0, "crash", "n1", on="= generation 3"),
+        workers=(2, 2, 2),
+        spec=spec_for(3, max_restarts=0),
+        doomed=("n1",),
+        generations_max=4,
+    ),
+    _living(
         "the rank that sends the state dies in the share",
         4,
         Fault(0.05, "worker_killed", "n0", on="goes on after step"),

@@ -135,6 +135,27 @@ def test_the_budget_is_the_runs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("killed", "others_have_it", "spent"),
+    [(True, True, 0), (True, False, 1), (False, True, 1)],
+    ids=["killed", "killed, and nobody else has the state", "raised"],
+)
+def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
+    killed: bool, others_have_it: bool, spent: int
+) -> None:
+    """S13, W04: a signal after a step of its own is the loss of one seat; among all restarts it counts."""
+    world = running(3)
+    for name, member in world.members.items():
+        known = {"generation": 1, "ready": 1, "has_state": others_have_it or name == "n1"}
+        member.me = replace(member.me, record=member.me.record.model_copy(update=known))
+    world.settle()
+    failure = Failure(rank=1, code=-9, collateral=False, summary="killed", killed=killed)
+    world.members["n1"].report("failed", failure, ready=0, has_state=False)
+    world.settle()
+    restarts = world.members["n0"].ran[-1][0].restarts
+    assert (restarts.spent, restarts.total) == (spent, 1)
+
+
+@pytest.mark.parametrize(
     ("beats", "lasts_s", "survives"),
     [
         ((5, 5, 5, 5), 1.0, False),  # As far as the first time, from the start: three restarts.

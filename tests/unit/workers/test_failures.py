@@ -137,6 +137,12 @@ def test_a_signal_is_never_collateral():
     ).collateral
 
 
+@pytest.mark.parametrize(("code", "stepped", "killed"), [(-9, True, True), (-9, False, False), (1, True, False)])
+def test_a_signal_after_a_step_of_its_own_is_the_loss_of_a_worker(code, stepped, killed):
+    """W04: one that ends before its first step, or that raises, has failed."""
+    assert failure(code=code, stepped=stepped).killed is killed
+
+
 def test_nccl_aborts_when_a_peer_is_gone():
     """SIGABRT out of NCCL's watchdog, which throws where nobody can catch, is collateral."""
     said = "terminate called after throwing an instance of 'c10::DistBackendError'"
