@@ -174,6 +174,7 @@ def test_one_after_the_other(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
     check_weights(found, tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_ahead(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W02: one survivor has finished the step in which the others fail: they take it over, nobody does it again."""
     found = run(tmp_path, [fault("told one", 2, step=5)], "ahead=1", workers=3, epochs=1)
@@ -214,6 +215,7 @@ def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.T
     check_weights(found, tmp_path_factory)
 
 
+@pytest.mark.slow
 def test_stopped_beside_the_training_and_in_a_join(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W08: a signal stops a newcomer while it sets up, and a survivor when it lets one in: both are replaced."""
     plan = [

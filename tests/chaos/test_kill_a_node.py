@@ -209,6 +209,7 @@ def test_disturbed(
         assert again - {None} == {0}, "a newcomer does not know"
 
 
+@pytest.mark.slow
 def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path) -> None:
     """A19, K04: every agent is killed; the same command again goes on from the newest checkpoint, numbers go up."""
     # The second submission meets the first one's etcd, so that numbers go on.

@@ -62,11 +62,12 @@ def _kill_node(cluster: Cluster) -> AgentProcess:
     return agent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disturb", "nodes"),
     [
-        pytest.param(_kill_worker, 1, marks=pytest.mark.slow),
-        pytest.param(_kill_worker, 2, marks=pytest.mark.slow),
+        (_kill_worker, 1),
+        (_kill_worker, 2),
         (_kill_node, 2),
     ],
 )

@@ -85,6 +85,7 @@ def test_a_builder_outlives_changes_of_the_membership(tmp_path: Path, scope: str
         cluster.whole()
 
 
+@pytest.mark.slow
 def test_a_builder_that_raises_ends_the_run_with_its_error(tmp_path: Path) -> None:
     """D05: one node's build function fails; all nodes end with its words and code 6, and nothing is tried again."""
     with Preparing(tmp_path, "shared") as cluster:

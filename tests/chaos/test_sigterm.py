@@ -118,7 +118,8 @@ def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None
     assert {event["redone"] for event in after if event["pause_s"] is not None} == {0}
 
 
-@pytest.mark.parametrize("grace_s", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grace_s", [5, 1])
 def test_the_only_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None:
     """A03: its present step is on disk before it ends with 143: the next run of that name goes on right there."""
     run_id = f"term-{secrets.token_hex(4)}"

@@ -213,6 +213,7 @@ except elasticrt.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_notebook_cells(tmp_path: Path) -> None:
     """Functions of a notebook cell are sent with the classes and values they use; what cannot be sent is named."""
     output = finish(start(["-c", NOTEBOOK], tmp_path))
@@ -324,6 +325,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_the_terminal_saves(tmp_path: Path) -> None:
     """Ctrl-C, which all processes of the terminal get: the agent finishes the step and saves it, as under `run`."""
     (tmp_path / "script.py").write_text(SAVER)

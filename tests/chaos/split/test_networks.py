@@ -115,6 +115,7 @@ def _leader(run: Site) -> str:
     return min((revision, name) for revision, name, member in history.members if member is not None)[1]
 
 
+@pytest.mark.slow
 def test_power_loss(tmp_path: Path) -> None:
     """N11, A01: a machine is gone without a word, not even a reset: the other finds out by its lease and goes on."""
     with site(tmp_path, "1:2", ("a", "b")) as run:

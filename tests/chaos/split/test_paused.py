@@ -104,9 +104,8 @@ def test_a_paused_agent_whose_generation_still_stands(tmp_path: Path, etcd: Etcd
         assert None in [member for _, _, member in history.members[:-1]], "the lease had ended"
 
 
-@pytest.mark.parametrize(
-    "whole", [pytest.param(False, id="A05-agent"), pytest.param(True, id="A06-node", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [pytest.param(False, id="A05-agent"), pytest.param(True, id="A06-node")])
 def test_a_paused_node_is_replaced_and_comes_back(tmp_path: Path, etcd: EtcdServer, whole: bool) -> None:
     """A05, A06, S2: the node of rank 0 stands still for three leases; the other goes on; it returns as a new member.
 

@@ -41,7 +41,8 @@ print("over after", loop.steps_done, flush=True)
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_worker_that_dies_during_the_last_save_costs_no_step(tmp_path: Path, rank: int) -> None:
     """The others keep their state until that is on disk: nothing is done again, and the run succeeds."""
     (tmp_path / "train.py").write_text(SCRIPT)

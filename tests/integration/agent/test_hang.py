@@ -131,6 +131,7 @@ def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None
             assert path.read_text()
 
 
+@pytest.mark.slow
 def test_a_loader_that_does_not_begin_is_a_hang(tmp_path: Path) -> None:
     """L5: no first batch comes; after three times the limit all restart, and nothing is said of a pause."""
     with _run(tmp_path, "draws") as run:
@@ -214,6 +215,7 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert "no progress" in trouble.what, "one hang is one failure of the report"
 
 
+@pytest.mark.slow
 def test_workers_known_to_hang_are_not_asked_to_go_on(tmp_path: Path) -> None:
     """L5: where all hang in a step that could be undone, they are ended at once: one hang is one generation."""
     with _run(tmp_path, "in-place-all") as run:
@@ -238,7 +240,8 @@ def test_a_long_pause_is_told_with_the_places_of_its_workers(tmp_path: Path) -> 
         assert {event["number"] for event in run.events("generation")} == {1}
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [2, 1])
 def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path, nodes: int) -> None:
     """L5: the others' evaluation fails with it; they leave their newest step behind, and the next generation has it."""
     where = ["--nnodes", str(nodes), "--nproc-per-node", str(4 // nodes - 1)]
@@ -255,6 +258,7 @@ def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path, nodes: int)
         )
 
 
+@pytest.mark.slow
 def test_the_newest_step_waits_for_an_agent_that_is_away(tmp_path: Path) -> None:
     """L5: the agent hears of a loss in a pause and of the survivors' newest step at once: none is done again."""
     with _run(tmp_path, "in-place-pause", "--nnodes", "1", "--nproc-per-node", "3", always="away") as run:

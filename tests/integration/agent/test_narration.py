@@ -116,7 +116,7 @@ def test_when_all_leave_each_says_which_step_is_saved(tmp_path: Path) -> None:
         assert any(f"step {left[0]} is saved" in agent.text() for agent in agents)
 
 
-@pytest.mark.parametrize("hung", [True, False])
+@pytest.mark.parametrize("hung", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_node_that_cannot_hand_over_says_what_may_be_lost(tmp_path: Path, hung: bool) -> None:
     """A worker hangs, and its node, or the other one, is told to leave: nobody need start the run again."""
     hang = "        if rank and number == 5:\n            print('it hangs', flush=True)\n            time.sleep(600)\n"

@@ -107,6 +107,7 @@ def test_the_last_save_fails(tmp_path: Path) -> None:
     assert re.search(known, codes[143].text()), codes[143].text()
 
 
+@pytest.mark.slow
 def test_a_drain_says_what_is_lost_with_the_only_node_that_has_trained(tmp_path: Path) -> None:
     """Its worker hangs, and the other node stands by: exit code 5, which steps are not saved, and the run goes on."""
     hang = "        if number == 5:\n            print('it hangs', flush=True)\n            time.sleep(600)\n"

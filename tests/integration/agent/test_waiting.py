@@ -96,6 +96,7 @@ def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) 
         assert {event["resumed_from"] for event in run.events("first_step")} == {0, step}
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_drain_and_a_resize_below_the_minimum(tmp_path: Path) -> None:
     """The commands say that the run stands still, the run does, and each change is obeyed and shown."""
     with running(tmp_path, "2:2", 2) as run:

@@ -86,6 +86,7 @@ def test_an_outage_restarts_nobody(tmp_path: Path, etcd: EtcdServer, seconds: fl
     _outage(tmp_path, etcd, seconds, begin, end)
 
 
+@pytest.mark.slow
 def test_silence_is_noticed_and_survived(tmp_path: Path, etcd: EtcdServer) -> None:
     """E13, E11: requests arrive and every answer is swallowed for two leases: SUSPENDED, then on as before."""
     with Proxy(etcd.address) as proxy, Stepping(tmp_path, "--nnodes", "2", "--lease-ttl", "2") as run:

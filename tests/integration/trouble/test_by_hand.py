@@ -33,9 +33,8 @@ def _goes_on(run: Stepping, before: dict[str, dict[int, int]]) -> None:
     assert run.started() == [1]
 
 
-@pytest.mark.parametrize(
-    "whose", [pytest.param("n0", id="leader"), pytest.param("n1", id="follower", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", [pytest.param("n0", id="leader"), pytest.param("n1", id="follower")])
 def test_a_lease_is_revoked(tmp_path: Path, etcd: EtcdServer, whose: str) -> None:
     """E08: a live agent's lease is revoked by hand: it takes a new one, registers again, and no worker notices."""
     with _run(tmp_path, etcd) as run:
@@ -82,11 +81,12 @@ def test_all_member_keys_are_deleted(tmp_path: Path, etcd: EtcdServer) -> None:
         History.read(etcd.address, run.run_id).check(run.marks())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "words"),
     [
         pytest.param("generation", "knows generation 0 but had generation 1: data lost", id="generation"),
-        pytest.param("", "data lost", id="whole-prefix", marks=pytest.mark.slow),
+        pytest.param("", "data lost", id="whole-prefix"),
     ],
 )
 def test_the_runs_own_keys_are_deleted(tmp_path: Path, etcd: EtcdServer, *, key: str, words: str) -> None:
