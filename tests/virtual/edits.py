@@ -101,6 +101,17 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
+    "a worker that was killed costs a restart": (
+        (_LED, "counting", "first.killed and go_on(led.view, startable(led.view))", "False"),
+    ),
+    "a worker that was killed costs none, whoever has the state": (
+        (_LED, "counting", "first.killed and go_on(led.view, startable(led.view))", "first.killed"),
+    ),
+    "a lost connection knows of no steps": ((_A + "supervisor", "Supervisor._fail", "self._with_steps(failure)", "failure"),),
+    "workers set up beside a run that ends": (
+        (_A + "supervisor", "Supervisor._can_start_beside", "beside[0].last is not None", "False"),
+    ),
+    "as many as before save again and again": ((_DECIDE, "_after_failure", "fewer or not first.collateral", "True"),),
     "the budget is one less": ((_DECIDE, "_after_failure", "> spec.max_restarts:", ">= spec.max_restarts:"),),
     "a lost node costs a restart": (
         (_LED, "re_form", "or led.generation.restarts", 'or led.generation.restarts.model_copy(update={"total": 1 + led.generation.restarts.total})'),

@@ -38,7 +38,7 @@ HARMLESS: dict[str, str] = {
     ),
     "_after_failure without: first.collateral": _FOR_PEOPLE,
     "_after_failure without: led.now < until": _FOR_PEOPLE,
-    "_after_failure without: first.unmet": (
+    "_after_failure without: first.unmet and last is None": (
         "harmless because the budget of restarts ends such a run as well, only later, and with a less helpful reason; "
         "test_workers_that_never_meet watches the rule."
     ),

@@ -27,7 +27,7 @@ from elasticrt.store.protocol import Address, Credentials
 from elasticrt.workers.worker_io import WorkerEnded
 from tests.virtual.conduct import Intent
 from tests.virtual.edges import edges
-from tests.virtual.engine import Task, VirtualQueue
+from tests.virtual.engine import Task, VirtualQueue, require
 from tests.virtual.wire import Wire
 from tests.virtual.workers import VirtualGroup
 
@@ -176,6 +176,13 @@ class VirtualSupervisor(Supervisor):
 
     def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""
+
+    def _start_missing(self, now: float) -> None:
+        before = len(self._joining.ranks)
+        super()._start_missing(now)
+        beside = self._joining.beside
+        ends = beside is not None and beside[0].last is not None and len(self._joining.ranks) > before
+        require(not ends, "S13", f"a worker sets up on {self._process.name} beside a run that ends")
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._process.loses = True

@@ -210,6 +210,16 @@ IN_PLACE: list[Plan] = [
         )
     ),
     _living(
+        "the run ends, and connections break whenever they save",
+        3,
+        Fault(6.0, "worker_failure", "n1"),
+        *(Fault(0.074, "worker_lost", "n0", on=f"= generation {number}") for number in range(2, 6)),
+        spec=spec_for(3, max_restarts=0),
+        generations_max=2,
+        stays=False,
+        lossless=False,
+    ),
+    _living(
         "the run ends, and one after the other is lost while they save",
         3,
         Fault(6.0, "worker_failure", "n1"),
