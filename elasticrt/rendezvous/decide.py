@@ -360,9 +360,10 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
+    assert led.failed_since is not None, "a failure is reported"
     first, last = cause_of(led.view.reports.values()), led.generation.last
     if first.collateral:
-        until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
+        until = led.failed_since + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
         if first.unmet and last is None:  # All agents have just answered at the addresses in their keys.
@@ -373,7 +374,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         # As many as before, of whom none is the cause, would not meet the next time either.
         return again if fewer or not first.collateral else _end(led, last)
     if first.stalled and len(failed) < len(led.seats):
-        until = min(entry.since for entry in failed) + STACKS_GRACE_S
+        until = led.failed_since + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
     spec = led.spec
@@ -386,7 +387,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return _give_up(led, reason, text_of(first, failed))
     unheard = _copies_to_come(led, failed)
-    until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
+    until = led.failed_since + COLLATERAL_GRACE_S
     if unheard and led.now < until:
         return Wait(f"all restart; {list_names(seat.node for seat in unheard)} may have a newer copy", until)
     return re_form(led, "failure", _named(first, led.generation), restarts)
