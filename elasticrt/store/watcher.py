@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -82,6 +83,7 @@ class Watcher:
         self._count = 0
         self._thread: threading.Thread | None = None
         self._requests: SimpleQueue[Any] | None = None  # Of the stream under way; None: a new watch waits for the next.
+        self._unanswered: deque[int] = deque()  # The numbers of the watches that the stream has not answered yet.
         self._call: Any = None
 
     def add(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
@@ -93,11 +95,16 @@ class Watcher:
             watch = EtcdWatch(self, self._count, range_, sink, from_revision, self._identity())
             self._watches[watch.number] = watch
             if self._requests is not None:
-                self._requests.put(watch.request())
+                self._begin(watch, self._requests)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="elasticrt-watch", daemon=True)
                 self._thread.start()
         return watch
+
+    def _begin(self, watch: EtcdWatch, requests: SimpleQueue[Any]) -> None:
+        """With the lock held: ask for a watch on the stream that sends `requests`."""
+        requests.put(watch.request())
+        self._unanswered.append(watch.number)
 
     def remove(self, watch: EtcdWatch) -> None:
         """Cancel one watch."""
@@ -165,8 +172,9 @@ class Watcher:
             if self._closed.is_set():  # Else nothing would cancel this call.
                 raise StoreUnavailable("closed")
             self._requests = requests
+            self._unanswered.clear()
             for watch in self._watches.values():
-                requests.put(watch.request())
+                self._begin(watch, requests)
             call = endpoint.watch.Watch(iter(requests.get, None), metadata=metadata)
             self._call = call
         yield from call
@@ -191,7 +199,9 @@ class Watcher:
 
     def _dispatch(self, response: Any, endpoint: Endpoint) -> None:
         with self._lock:
-            watch = self._watches.get(response.watch_id)
+            # A refusal names no watch (etcd 3.5.9 and later), but etcd answers new watches in the order they were sent.
+            number = self._unanswered.popleft() if response.created else response.watch_id
+            watch = self._watches.get(number)
         if watch is None:
             return  # The last words of a watch that we cancelled.
         store_id = etcd_messages.store_id(response.header)
