@@ -565,7 +565,8 @@ class Supervisor:
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
-                if generation == self._state.number and self._state.running:
+                # Workers that were given up count as ended before this; those of the next generation wait for it too.
+                if generation == self._state.number:
                     self._state = replace(self._state, running=False, seated=frozenset())
                     self._start_if_possible()
 

@@ -1,0 +1,109 @@
+"""When the agent starts a node's workers, and starts them again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elasticrt.agent.edges import Edges
+from elasticrt.agent.supervisor import Supervisor
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.messages import Warm
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.rendezvous.records import Generation, Seat
+from elasticrt.workers.worker_io import GroupEnded, WorkerStarted
+from tests.unit.settings import settings_of
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return self.now
+
+    def monotonic_ns(self) -> int:
+        """See `Clock`."""
+        return round(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock`."""
+        self.now += seconds
+
+
+class Group:
+    """Workers without processes: notes which were started, by generation, and which were killed."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[int, int], StatusPage] = {}
+        self.started: list[tuple[int, list[int]]] = []
+        self.killed: list[int] = []
+
+    def start(self, generation: int, envs: Any, *_: Any) -> None:
+        """See `WorkerGroup`."""
+        self.started.append((generation, [env.local_rank for env in envs]))
+        self.pages |= {(env.local_rank, generation): StatusPage(-1) for env in envs}
+
+    def page(self, local_rank: int, generation: int) -> StatusPage:
+        """See `WorkerGroup`."""
+        return self.pages[local_rank, generation]
+
+    def pids(self, generation: int) -> dict[int, int]:
+        """See `WorkerGroup`. A process id is a hundred above the local rank."""
+        return {rank: 100 + rank for rank, number in self.pages if number == generation}
+
+    def kill(self, generation: int, local_ranks: Any = ()) -> None:
+        """See `WorkerGroup`."""
+        self.killed += [generation, *local_ranks]
+
+    def terminate(self, generation: int, number: int = 15) -> None:
+        """See `WorkerGroup`."""
+
+
+SEAT = Seat(node="n0", incarnation="0" * 16, index=0, rank_offset=0, workers=1, address="127.0.0.1", probe_port=1)
+
+
+def generation(number: int, **fields: Any) -> Generation:
+    """One of this node alone."""
+    common = {"attempt": 1, "nodes": 1, "world_size": 1, "master_address": "127.0.0.1", "master_port": 1}
+    return Generation(number=number, cause="c", kind="start", nonce="0" * 16, chunks=1, **common | fields)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> SimpleNamespace:
+    """The supervisor of a node with one worker and a warm parent; its clock, its workers, the stopped processes."""
+    clock, group, stopped = Clock(), Group(), set()
+    edges = Edges(
+        clock=clock,
+        store_ports=lambda: SimpleNamespace(port=1, address="127.0.0.1", take=lambda *_, **__: None),
+        worker_group=lambda *_, **__: group,
+        state_of=lambda pid: "T" if pid in stopped else "S",
+    )
+    settings = settings_of(tmp_path)
+    settings = replace(settings, options=replace(settings.options, stop_timeout_s=30.0))
+    supervisor = Supervisor(settings, lambda _: None, EventLog("n0", None), lambda _: None, edges)
+    supervisor.fold(Warm(1, "fork", "", 0.0))
+    return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped)
+
+
+def test_a_generation_starts_after_stopped_workers_of_the_last_one_are_gone(rig: SimpleNamespace) -> None:
+    """W08: workers that have time to end, and are given up meanwhile because a signal has stopped the last of them, are
+    followed by those of the next generation."""
+    rig.supervisor.run(generation(1), SEAT, ("n0",))
+    rig.supervisor.fold(WorkerStarted(1, 0, 0, 100, 0))
+    rig.stopped.add(100)
+    rig.supervisor.run(generation(2), SEAT, ("n0",))
+    while not rig.group.killed:
+        rig.clock.now += 0.1
+        rig.supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
+    assert rig.clock.now < 130.0, "before its time is over"
+    assert rig.group.started == [(1, [0])]
+    rig.supervisor.fold(GroupEnded(1))
+    assert rig.group.started == [(1, [0]), (2, [0])]
