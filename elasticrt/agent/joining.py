@@ -18,6 +18,7 @@ class JoiningWorkers:
 
     Attributes:
         ranks: local ranks of workers that set up, or have finished that and have no seat yet.
+        new: local ranks of workers that were let in, and have made no step since.
         ending: local ranks whose processes are being ended; they get no new one before that.
         at: when the next try is due; None if nothing has failed.
         beside: the generation that they set up beside, and this node's index in it; None: nothing to set up beside.
@@ -25,6 +26,7 @@ class JoiningWorkers:
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
+        self.new: set[int] = set()
         self.ending: set[int] = set()
         self.at: float | None = None
         self.beside: tuple[Generation, int] | None = None
@@ -39,9 +41,26 @@ class JoiningWorkers:
         self.ranks |= set(missing)
         return missing
 
-    def trained(self) -> None:
-        """A worker has made its first step in its seat."""
-        self._wait_s = JOIN_AGAIN_S
+    def let_in(self, local_ranks: Collection[int]) -> None:
+        """Workers of these local ranks have got seats; those of them that have set up here are new."""
+        self.new |= self.ranks & set(local_ranks)
+        self.ranks -= set(local_ranks)
+
+    def trained(self, local_rank: int) -> None:
+        """A worker has made its first step in its seat. If no other one of this node has to, the delay is short again.
+
+        Workers that were there before make a first step in each generation, also while one that joins fails each time.
+        """
+        self.new.discard(local_rank)
+        if not self.new and not self.ranks and self.at is None:
+            self._wait_s = JOIN_AGAIN_S
+
+    def lost(self, local_rank: int) -> bool:
+        """The process of `local_rank`, which had a seat, has ended. Returns whether it was new there."""
+        self.ending.discard(local_rank)
+        was_new = local_rank in self.new
+        self.new.discard(local_rank)
+        return was_new
 
     def ended(self, local_rank: int, now: float) -> float | None:
         """The process of `local_rank` has ended at `now`. Returns the seconds to the next try, None for no try."""
@@ -62,11 +81,13 @@ class JoiningWorkers:
         """The processes of these local ranks, setting up or seated, are being ended."""
         self.ending = self.ending | set(local_ranks)
         self.ranks = self.ranks - set(local_ranks)
+        self.new -= set(local_ranks)
 
     def stop(self) -> bool:
         """Let no worker join any more. Returns whether there are processes to end."""
         doomed = bool(self.ranks)
         self.give_up(self.ranks)
+        self.new.clear()
         self.beside = self.at = None
         return doomed
 

@@ -505,7 +505,7 @@ class Supervisor:
         self.hangs.began(self._clock.monotonic())
         self._tell_generation(generation, generation.resume.step if generation.resume else 0)
         ranks = self.seating.reseat(generation, seat, chosen)
-        self._joining.ranks -= ranks.keys()
+        self._joining.let_in(ranks)
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
         self._state = before.went_on(generation, seat, ranks, by_rank, now_ns)
         others = [rank for rank in sorted(group.pids(number)) if rank not in ranks] if number else []
@@ -626,7 +626,7 @@ class Supervisor:
 
     def _stepped(self, event: WorkerSaid, step: Step) -> None:
         if step.first:
-            self._joining.trained()
+            self._joining.trained(event.local_rank)
         if step.first and event.local_rank == min(self._state.seated, default=0):
             self.progress.stepped(event.generation, step)
         if event.rank == 0:
@@ -689,7 +689,9 @@ class Supervisor:
         if event.generation == 0:
             self._joining_ended(event)
             return
-        self._joining.ending.discard(event.local_rank)
+        if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
+            wait_s = self._joining.failed(self._clock.monotonic())
+            self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
         if self._is_current(event):
             self._seated_ended(event)
 
@@ -714,9 +716,6 @@ class Supervisor:
             if self._state.failed_at is None:
                 unmet = self._state.unmet + 1 if event.failure.unmet and not stepped else 0
                 self._state = replace(self._state, unmet=unmet)
-                if event.failure.early and self._state.generation is not None and self._state.generation.in_place:
-                    wait_s = self._joining.failed(self._clock.monotonic())
-                    self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
             self._failed(event.failure)
         elif event.code == 0 and not self.pages.took_seat(self._state, event.local_rank):
             # It has finished in the generation before. The others wait for it, and for its state.

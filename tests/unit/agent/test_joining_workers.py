@@ -63,6 +63,14 @@ def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     assert waits[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
     assert set(waits[4:]) == {60.0}
     joining.start(3, {0}, now)
-    joining.ranks.discard(1)
-    joining.trained()
+    joining.let_in({0, 1, 2})
+    joining.trained(2)
+    joining.trained(0)
+    assert joining.lost(1), "it has not made a step, so the delay goes on to grow"
+    assert joining.failed(now) == 60.0
+    assert joining.start(3, {0, 2}, now + 60.0) == [1]
+    joining.trained(0)
+    joining.let_in({0, 1, 2})
+    joining.trained(1)
+    assert not joining.lost(1)
     assert joining.failed(now) == 1.0

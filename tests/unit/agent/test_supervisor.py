@@ -12,11 +12,14 @@ import pytest
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.messages import Warm
-from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.messages import Step, Warm
+from elasticrt.ipc.status_page import IN_PLACE, READY, StatusPage
 from elasticrt.rendezvous.records import Generation, Seat
-from elasticrt.workers.worker_io import GroupEnded, WorkerStarted
+from elasticrt.workers.failures import Remains, failure_of
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
 from tests.unit.settings import settings_of
+from tests.unit.workers.states import worker
 
 
 class Clock:
@@ -36,6 +39,18 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """See `Clock`."""
         self.now += seconds
+
+
+class Ports:
+    """No sockets."""
+
+    port, address = 1, "127.0.0.1"
+
+    def bind(self, address: str) -> None:
+        """See `StorePorts`."""
+
+    def take(self, port: int, *, shared: bool) -> None:
+        """See `StorePorts`."""
 
 
 class Group:
@@ -59,6 +74,11 @@ class Group:
         """See `WorkerGroup`. A process id is a hundred above the local rank."""
         return {rank: 100 + rank for rank, number in self.pages if number == generation}
 
+    def reseat(self, local_rank: int, was: int, env: WorkerEnv, _: Any) -> bool:
+        """See `WorkerGroup`."""
+        self.pages[local_rank, env.generation] = self.pages.pop((local_rank, was))
+        return True
+
     def kill(self, generation: int, local_ranks: Any = ()) -> None:
         """See `WorkerGroup`."""
         self.killed += [generation, *local_ranks]
@@ -67,27 +87,27 @@ class Group:
         """See `WorkerGroup`."""
 
 
-SEAT = Seat(node="n0", incarnation="0" * 16, index=0, rank_offset=0, workers=1, address="127.0.0.1", probe_port=1)
+SEAT = Seat(node="n0", incarnation="0" * 16, index=0, rank_offset=0, workers=2, address="127.0.0.1", probe_port=1)
 
 
 def generation(number: int, **fields: Any) -> Generation:
     """One of this node alone."""
-    common = {"attempt": 1, "nodes": 1, "world_size": 1, "master_address": "127.0.0.1", "master_port": 1}
+    common = {"attempt": 1, "nodes": 1, "world_size": 2, "master_address": "127.0.0.1", "master_port": 1}
     return Generation(number=number, cause="c", kind="start", nonce="0" * 16, chunks=1, **common | fields)
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> SimpleNamespace:
-    """The supervisor of a node with one worker and a warm parent; its clock, its workers, the stopped processes."""
+    """The supervisor of a node with a warm parent; its clock, its workers, the stopped processes."""
     clock, group, stopped = Clock(), Group(), set()
     edges = Edges(
         clock=clock,
-        store_ports=lambda: SimpleNamespace(port=1, address="127.0.0.1", take=lambda *_, **__: None),
+        store_ports=Ports,
         worker_group=lambda *_, **__: group,
         state_of=lambda pid: "T" if pid in stopped else "S",
     )
     settings = settings_of(tmp_path)
-    settings = replace(settings, options=replace(settings.options, stop_timeout_s=30.0))
+    settings = replace(settings, workers=2, options=replace(settings.options, stop_timeout_s=30.0))
     supervisor = Supervisor(settings, lambda _: None, EventLog("n0", None), lambda _: None, edges)
     supervisor.fold(Warm(1, "fork", "", 0.0))
     return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped)
@@ -97,13 +117,35 @@ def test_a_generation_starts_after_stopped_workers_of_the_last_one_are_gone(rig:
     """W08: workers that have time to end, and are given up meanwhile because a signal has stopped the last of them, are
     followed by those of the next generation."""
     rig.supervisor.run(generation(1), SEAT, ("n0",))
-    rig.supervisor.fold(WorkerStarted(1, 0, 0, 100, 0))
-    rig.stopped.add(100)
+    rig.stopped |= {100, 101}
     rig.supervisor.run(generation(2), SEAT, ("n0",))
     while not rig.group.killed:
         rig.clock.now += 0.1
         rig.supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
     assert rig.clock.now < 130.0, "before its time is over"
-    assert rig.group.started == [(1, [0])]
+    assert rig.group.started == [(1, [0, 1])]
     rig.supervisor.fold(GroupEnded(1))
-    assert rig.group.started == [(1, [0]), (2, [0])]
+    assert rig.group.started == [(1, [0, 1]), (2, [0, 1])]
+
+
+def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig: SimpleNamespace) -> None:
+    """W09: also when a signal kills it, and although the node's other worker makes a first step in each generation."""
+    supervisor, group, alone = rig.supervisor, rig.group, SEAT.model_copy(update={"workers": 1})
+    supervisor.run(generation(1), SEAT, ("n0",))
+    group.page(0, 1).in_place = IN_PLACE
+    waits, number = [], 1
+    while number < 9:
+        died_at = rig.clock.now
+        failure = failure_of(worker("n0", 1, number), Remains(-11))
+        del group.pages[1, number]
+        supervisor.fold(WorkerEnded(number, 1, 1, 101, -11, failure))
+        supervisor.run(generation(number + 1, in_place=True), alone, ("n0",))
+        supervisor.fold(WorkerSaid(number + 1, 0, 0, Step(1, 0, 0, 0, True, {}), lambda _: None))
+        while (1, 0) not in group.pages:
+            supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
+            rig.clock.now += 0.5
+        waits.append(rig.clock.now - died_at - 0.5)
+        group.page(1, 0).in_place = READY
+        number += 2
+        supervisor.run(generation(number, in_place=True), SEAT, ("n0",))
+    assert waits == [0.0, 1.0, 2.0, 4.0]
