@@ -244,14 +244,14 @@ class Member:
 
     def _file(self, report: Report) -> Conversation[bool]:
         """Store a report."""
-        keys = self.replica.keys
+        keys, guard = self.replica.keys, Guard.of(self.view)  # A look at another store would empty the view.
         key = keys.report(report.generation, report.node)
         before = self._filed.get(key, 0)
         if before is None:  # The try before may have arrived, though its answer did not.
             found = yield from self.replica.look_up(key)
             before = found.mod_revision if found is not None else 0
         self._filed = {key: None}
-        revision = yield from self.replica.write(transactions.file(keys, Guard.of(self.view), report, before))
+        revision = yield from self.replica.write(transactions.file(keys, guard, report, before))
         if not revision:
             return False
         self._filed = {key: revision}

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, StoreError
 from elasticrt.rendezvous.decision import File, Halt, Me, Wait
 from elasticrt.rendezvous.member import Joining, Member
-from elasticrt.rendezvous.records import Keys, Report, decode
+from elasticrt.rendezvous.records import Generation, Keys, Report, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Pause, Read, Transact
+from elasticrt.rendezvous.seats import seats_for
+from elasticrt.rendezvous.view import Stored
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import KeyValue, Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
+from elasticrt.store.protocol import (
+    KeyValue,
+    Lease,
+    LeaseLost,
+    Put,
+    RangeRead,
+    StoreFull,
+    StoreUnavailable,
+    Txn,
+    TxnResult,
+)
 from tests.memory_store import MemoryServer, MemoryStore
+
+T = TypeVar("T")
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
@@ -145,7 +161,7 @@ def test_a_goodbye_that_was_refused_is_not_sent_again_as_it_was() -> None:
         goodbye.send((TxnResult(False, 1), 10.0))
 
 
-def _sent(filing: Conversation[bool], store: MemoryStore) -> bool:
+def _sent(filing: Conversation[T], store: MemoryStore) -> T:
     """Carry a conversation out on a store; whether it took effect."""
     request = next(filing)
     while True:
@@ -180,3 +196,25 @@ def test_a_report_without_an_answer_never_replaces_the_next_one(arrives: str) ->
         assert not store.commit(lost.txn).succeeded
     (found,) = store.read(keys.report(1, "n0")).keys
     assert decode(Report, found.key, found.value).status == "held"
+
+
+def test_a_report_is_not_filed_in_a_store_that_has_begun_anew() -> None:
+    """E05: a report about a generation of the store that was lost, and whose first try was not answered there."""
+    keys, member = Keys("run"), _member([])
+    generation = Generation(
+        number=1, attempt=1, nonce="0" * 16, nodes=1, world_size=1, master_address="127.0.0.1", master_port=1,
+        cause="start", kind="start", chunks=0, seats=seats_for([Stored(member.me.record, 1, 1, since=0.0)]),
+    )  # fmt: skip
+    store, fresh = (MemoryStore(MemoryServer(lambda: 0.0)) for _ in range(2))
+    store.commit(
+        Txn((), (Put(keys.generation, generation.encode()), Put(keys.member("n0"), member.me.record.encode())))
+    )
+    _sent(member.replica.refresh(), store)
+    assert member.view.number == 1
+    decision = File("failed", Report(generation=1, node="n0", incarnation="a" * 16, status="holding"))
+    filing = member.carry_out(decision)
+    next(filing)
+    with pytest.raises(StoreUnavailable):
+        filing.throw(StoreUnavailable("silence"))
+    assert not _sent(member.carry_out(decision), fresh)
+    assert not fresh.read(keys.report(1, "n0")).keys
