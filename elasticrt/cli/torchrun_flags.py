@@ -157,9 +157,12 @@ class TorchrunFlags(MeetingFlags):
                 endpoint = where
         if self.monitor_interval is not None:
             notes.append("--monitor-interval has no effect: nothing is polled, a worker's end is an event")
+        made = self._run_of(options, endpoint) if options.run_id is None else None
         return replace(
             replace(self, rdzv_endpoint=endpoint).placed(options),
-            run_id=options.run_id or self._run_of(options, endpoint),
+            run_id=options.run_id or made,
+            # Nobody has named a run to go on with: the same command again is another training, as with torchrun.
+            again=options.again or made is not None,
             hidden=_less(self.redirects, self.tee),
             prefix=TEE_PREFIX if self.tee != NO_STREAMS else None,
             notes=tuple(notes),

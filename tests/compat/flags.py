@@ -54,7 +54,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 DIFFERS = {
     "--nproc-per-node": "without it there is a worker for each GPU, else one; xpu is refused: give the number",
     "--rdzv-backend": "etcd and etcd-v2 are refused: agents meet in etcd v3 (--etcd)",
-    "--rdzv-id": "without it, one is made from the endpoint, or made up and printed",
+    "--rdzv-id": "without it, one is made from the endpoint, and runs again after success; or made up and printed",
     "--rdzv-conf": "others are refused by name, with what to use in their place",
     "--max-restarts": "without it: three without newly committed steps (torchrun: none); lost and joining nodes cost "
     "none",

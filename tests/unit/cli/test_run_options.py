@@ -122,6 +122,21 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
 
 
 @pytest.mark.parametrize(
+    ("argv", "again"),
+    [
+        (["--rdzv-endpoint", "localhost:29400"], True),
+        (["--master-addr", "127.0.0.1"], True),
+        (["--rdzv-endpoint", "localhost:29400", "--rdzv-id", "digits"], False),
+        (["--run-id", "digits"], False),
+    ],
+)
+def test_a_run_that_is_named_after_its_endpoint_trains_again(argv: list[str], again: bool) -> None:
+    """The same command of torchrun a second time is another training; only a run id means the run of before."""
+    settings, _ = _configure("--nnodes", "1:2", *argv, "train.py")
+    assert settings.options.again == again
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--nnodes", "0", "train.py"], "--nnodes"),
