@@ -164,9 +164,15 @@ class EventLog:
         path = self._directory / f"events-{self._node}.jsonl"
         try:
             make_directory(self._directory)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._file).st_size
+            # A killed agent or a full disk has left half a line: what follows must not be part of it.
+            torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         except OSError as error:
             log.warning("no events are kept: %s: %s", path, error.strerror)
+            self._file = -1
+        else:
+            self._file = self._put(self._file, b"\n" if torn else b"")
 
     @staticmethod
     def _put(fd: int, line: bytes) -> int:

@@ -77,6 +77,19 @@ def test_a_file_is_read_to_its_end(tmp_path):
     assert success(tmp_path) == "at last"
 
 
+def test_half_a_line_costs_the_next_agent_nothing(tmp_path):
+    """What an agent writes begins a line of its own, also behind the half one of an agent that was killed."""
+    for node in ("n1", "n1", "n2"):
+        log = EventLog(node, tmp_path)
+        log.write(events.Committed(7, 2))
+        log.close()
+        with (tmp_path / "events-n1.jsonl").open("a") as file:
+            file.write('{"v": 1, "event": "comm')
+    first, second = files(tmp_path)
+    assert [record.event for record in records(first)] == [events.Committed(7, 2)] * 2
+    assert second.read_bytes().startswith(b"{")
+
+
 STARTED = events.AgentStarted(7, "calm-fox", "etcd", "runs/calm-fox")
 SUCCEEDED = events.Result("succeeded", 0, "all ended well")
 LONG = [events.Copied(2, step, 1) for step in range(PIECE_BYTES // 64)]
