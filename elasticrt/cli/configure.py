@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elasticrt.cli.options import log_place
 from elasticrt.cli.slurm import Slurm, placed
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.proc import gpus
@@ -259,8 +260,8 @@ def read_credentials(options: EtcdOptions) -> Credentials:
 
 
 def run_dir(options: RunOptions, run_id: str) -> Path:
-    """The run's directory. --log-dir /dev/null drops the workers' output only: events need a directory."""
-    return Path(RunOptions.log_dir if options.log_dir == os.devnull else options.log_dir, run_id).absolute()
+    """The run's directory."""
+    return Path(log_place(options.log_dir), run_id).absolute()
 
 
 def _check_log_dir(directory: Path) -> None:

@@ -81,9 +81,15 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    names = variables(options_of(RunOptions)["log_dir"])
+    log_dir = log_place(next((os.environ[name] for name in names if name in os.environ), RunOptions.log_dir))
     text = f"where runs keep their logs (default: {log_dir})".replace("%", "%%")
-    complete_files(parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=text))
+    complete_files(parser.add_argument("--log-dir", metavar="DIR", type=log_place, default=log_dir, help=text))
+
+
+def log_place(log_dir: str) -> str:
+    """Where runs keep their directories. --log-dir /dev/null drops workers' output only: events need a directory."""
+    return RunOptions.log_dir if log_dir == os.devnull else log_dir
 
 
 def complete_files(action: argparse.Action) -> None:

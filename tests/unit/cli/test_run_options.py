@@ -94,6 +94,31 @@ def test_two_ways_to_say_how_many(argv: list[str], env: dict[str, str], expected
     assert (spec.min_nodes, spec.max_nodes) == expected
 
 
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        ([], {}),
+        ([], {"ELASTICRT_LOG_DIR": "ours", "PET_LOG_DIR": "theirs"}),
+        ([], {"PET_LOG_DIR": "theirs"}),
+        ([], {"ELASTICRT_LOG_DIR": ""}),
+        ([], {"ELASTICRT_LOG_DIR": "/dev/null"}),
+        (["--log-dir", "/dev/null"], {"ELASTICRT_LOG_DIR": "ours"}),
+        (["--log-dir", "typed"], {"PET_LOG_DIR": "theirs"}),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "report", "runs"])
+def test_views_look_where_runs_write(
+    command: str, argv: list[str], env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same options and variables a view finds what `run` has written, also where no output is kept."""
+    for name in ("ELASTICRT_LOG_DIR", "PET_LOG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    settings, _ = _configure(*argv, "train.py", env=env)
+    assert Path(build_parser().parse_args([command, *argv]).log_dir).absolute() == settings.run_dir.parent
+
+
 NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
 """Another machine's, a name that nobody has, and what can't be either."""
 
