@@ -282,6 +282,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.
+        self._short: dict[int, tuple[tuple[int, ...], bool]] = {}  # See `_was_short`.
         self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)  # Those with a finding.
         self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
 
@@ -313,8 +314,9 @@ class Story:
     def _hang(self) -> Stand | None:
         """The same of a hang."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
-        since = course.stands_since if course is not None and self.result is None and self.alive() else None
-        if course is None or course.blamed is None or since is None:
+        since = course.stands_since if course is not None else None
+        # Every event of progress asks, and few in a run find a culprit: who is alive comes last.
+        if course is None or course.blamed is None or since is None or self.result is not None or not self.alive():
             return None
         return Stand(since, course.blamed, self.counts)
 
@@ -520,7 +522,8 @@ class Story:
             step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
             if event.kind in ("failure", "lost", "drain") and follows is not None:
-                newcomers = [name for name in event.nodes if name not in follows and name not in cause]
+                known_nodes = frozenset(follows)
+                newcomers = [name for name in event.nodes if name not in known_nodes and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
             if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
                 cause = f"{cause}; {was_slow(self.slow.slow, self.slow.own_s, self.slow.others_s)}"
@@ -528,6 +531,7 @@ class Story:
         if anew:
             self._numbers.clear()
             self._courses.clear()
+            self._short.clear()
         chapter = Chapter(
             number=event.number,
             cause=cause,
@@ -561,7 +565,8 @@ class Story:
 
     def seats(self, chapter: Chapter) -> list[Life]:
         """The lives that have a seat in `chapter`, as far as they are known."""
-        lives = [life for life in self.lives if life.node in chapter.nodes and life.begin <= chapter.begin]
+        nodes = frozenset(chapter.nodes)
+        lives = [life for life in self.lives if life.node in nodes and life.begin <= chapter.begin]
         return list({life.node: life for life in lives}.values())
 
     def elsewhere(self) -> list[str]:
@@ -571,8 +576,8 @@ class Story:
 
     def seated(self) -> list[Life]:
         """The lives of agents that run, and have a seat in the newest generation."""
-        alive = [self._present[node] for node in self.alive()]
-        return [life for life in self.seats(self.chapter) if life in alive] if self.chapter is not None else []
+        alive = {id(self._present[node]) for node in self.alive()}
+        return [life for life in self.seats(self.chapter) if id(life) in alive] if self.chapter is not None else []
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
@@ -596,8 +601,9 @@ class Story:
 
     def _count_redone(self, chapter: Chapter) -> None:
         """The steps that `chapter` does again: one node's own account may lack what others have finished."""
-        whole = chapter.follows is not None and {life.node for life in self.lives}.issuperset(chapter.follows)
-        if chapter.first_step is not None and (whole or chapter.redone is not None):
+        if chapter.first_step is None:
+            return
+        if chapter.redone is not None or (chapter.follows is not None and self._present.keys() >= {*chapter.follows}):
             chapter.redone = max(chapter.redone or 0, chapter.step_before - chapter.resume_step)
 
     def _finished(self, generation: int, step: int) -> None:
@@ -766,14 +772,20 @@ class Story:
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
         if chapter is None or before is None:
             return False
-        return len(self._stayed(chapter, before)) < self.min_nodes
+        # Each of its nodes asks: who stayed is looked at anew only when something has changed that it depends on.
+        facts = (len(chapter.nodes), len(before.nodes), len(self.lives), self.min_nodes)
+        known, short = self._short.get(generation, ((), False))
+        if known != facts:
+            short = len(self._stayed(chapter, before)) < self.min_nodes
+            self._short[generation] = facts, short
+        return short
 
     def _stayed(self, chapter: Chapter, before: Chapter) -> set[str]:
         """The nodes that have a seat in `chapter`, and have had one in the one `before` it, with the same agent."""
         return {
             node
-            for node in chapter.nodes
-            if node in before.nodes and (node not in self._present or self._present[node].begin <= before.begin)
+            for node in {*before.nodes}.intersection(chapter.nodes)
+            if node not in self._present or self._present[node].begin <= before.begin
         }
 
     # Sums.
