@@ -38,7 +38,8 @@ class Undo:
         objects = state.objects.values()
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
+        # One that is disabled has no scale.
+        self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
         # Not a GradScaler's state_dict, which waits for the GPU.
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}

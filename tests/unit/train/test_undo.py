@@ -67,6 +67,17 @@ def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unsca
     assert train(loses=True) == train(loses=False)
 
 
+def test_a_gradscaler_that_is_disabled() -> None:
+    """A script that trains with and without mixed precision has `GradScaler(enabled=False)`: its step is undone."""
+    net = torch.nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    undo = Undo(TrainingState({"net": net, "a": optimizer, "b": scaler}, None, None, None, ""), seeded=True)
+    undo.note()
+    scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+    assert undo.put_back()
+    assert net.weight.grad is None
+
+
 def test_values_that_contain_others_are_undone() -> None:
     """S6: lists and dicts in `loop.vars` and in an optimizer's groups go back, at every try."""
     net = torch.nn.Linear(4, 1)
