@@ -23,7 +23,7 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
         raise TypeError(explain("not iterable", "batches", got=type(loader).__name__, expected="a DataLoader"))
     if not isinstance(loader, DataLoader):
         return  # A wrapper around a loader, such as one that copies to the GPU. It has to keep order and number.
-    for used in (loader.batch_sampler, loader.sampler):
+    for used in samplers_of(loader):
         if isinstance(used, (ElasticBatchSampler, ElasticDistributedSampler)) and used is not sampler:
             remedy = "Give it to Loop(sampler=...), too"
             raise ConfigError("the loader's sampler is not the Loop's", "batches", remedy=remedy)
@@ -35,6 +35,11 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
     if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
+
+
+def samplers_of(loader: DataLoader[Any]) -> tuple[object, ...]:
+    """All that decide which samples `loader` draws: torch's BatchSampler has one in it."""
+    return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
 
 
 def check_resumable(

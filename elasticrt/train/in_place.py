@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
 from elasticrt.ipc.status_page import IN_PLACE, READY
-from elasticrt.train.batches import AnySampler
+from elasticrt.train.batches import AnySampler, samplers_of
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
@@ -114,13 +114,17 @@ class InPlace:
     def _obstacle(self, loader: object, sampler: AnySampler) -> str:
         if sampler is not None and sampler.has_given_rank:
             return "the sampler was given its rank: leave rank and world size out"
+        if sampler is not None and isinstance(loader, Iterator):
+            return "the batches come from an iterator, which cannot begin anew: give the loader, or a class around it"
+        # What another iterable draws from, or the script itself, is not known: so any that lives may be in use.
+        used = samplers_of(loader) if isinstance(loader, DataLoader) else gc.get_objects()
+        if sampler is None and any(issubclass(type(each), DistributedSampler) for each in used):
+            return "the script has a DistributedSampler, which cuts for this world size: use a sampler of elasticrt's"
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
         self._backend = dist.get_backend()
         if self._backend not in ("gloo", "nccl"):
             return f"the process group's backend is {self._backend}"
-        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-            return "the loader has a sampler of this world size"
         if regroup.has_subgroups() and not self._renews():
             return "the script has made a process group of its own, and not in loop.on_change"
         known = [layer for layer, _ in self._layers]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from elasticrt import ElasticDistributedSampler
+from elasticrt import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save
@@ -201,6 +203,65 @@ def test_a_rank_that_was_given_does_not_outlive_a_change(
                     model(x).sum().backward()
                     optimizer.step()
     assert ("the sampler was given its rank" in caplog.text) is given
+
+
+class Wrapped:
+    """A loader in a class, as scripts write it to copy batches to a GPU ahead."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "hinders"),
+    [(Wrapped, False), (lambda loader: (each for each in loader), True), (lambda loader: islice(loader, 10), True)],
+    ids=["a class", "a generator", "itertools"],
+)
+def test_an_iterator_around_a_loader_does_not_outlive_a_change(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    wrap: Callable[[DataLoader[Any]], Iterable[Any]],
+    hinders: bool,
+) -> None:
+    """It would go on with the slices of the old world: such workers are started anew, and told why."""
+    model, optimizer, _ = _parts()
+    data = TensorDataset(torch.ones(2, 1))
+    sampler = ElasticBatchSampler(data, 1)
+    loader = DataLoader(data, batch_sampler=sampler)
+    monkeypatch.setattr(Loop, "_any_was_entered", False)  # As in a process of its own.
+    with under(Agent(), monkeypatch):
+        loop = Loop(tmp_path, sampler=sampler, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1):
+            for _ in loop.batches(wrap(loader)):
+                with loop.step():
+                    optimizer.step()
+    assert ("the batches come from an iterator" in caplog.text) is hinders
+
+
+@pytest.mark.parametrize("how", ["sampler", "batch_sampler", "a class", "by hand"])
+def test_torchs_sampler_does_not_outlive_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A DistributedSampler cuts for the world that it was made in: wherever it is, workers are started anew."""
+    model, optimizer, _ = _parts()
+    data = TensorDataset(torch.ones(2, 1))
+    sampler = DistributedSampler(data, 1, 0)
+    loader = DataLoader(data, sampler=sampler)
+    if how == "batch_sampler":
+        loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 1, drop_last=False))
+    monkeypatch.setattr(Loop, "_any_was_entered", False)
+    with under(Agent(), monkeypatch):
+        loop = Loop(tmp_path, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1):
+            for _ in loader if how == "by hand" else loop.batches(Wrapped(loader) if how == "a class" else loader):
+                with loop.step():
+                    optimizer.step()
+    assert "workers are started anew when the membership changes: the script has a DistributedSampler" in caplog.text
 
 
 def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:
