@@ -266,7 +266,7 @@ class Loop:
         beginning = state.numbers.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves, size = state.position.epoch, world.moves, world.size
-        batch, share = None, None
+        batch, share, at_hand = None, None, state.position.batches - 1  # The number of the batch at hand.
         # Where the others were in another epoch, and this rank has taken over their state, this one's batches are over.
         while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
             if moves != world.moves and state.position.batches and is_stream(loader, state.sampler):
@@ -278,10 +278,10 @@ class Loop:
                 drawn.close()
                 drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
             moves = world.moves
-            # Without a sampler a step is done again with the batch at hand.
-            if state.sampler is not None or not self._redo:
+            # Without a sampler a step is done again with the batch at hand; one that others have finished is passed.
+            for _ in range(state.position.batches - at_hand if state.sampler is None else 1):
                 batch, share = self._draw(drawn, expected=not skip)
-            self._redo = False
+            at_hand, self._redo = state.position.batches, False
             if share is None:
                 state.position = state.position._replace(drained=True)
                 break

@@ -26,6 +26,39 @@ COMPILED = ("compiled", "compiled_inside")
 NOT_DEFINED = ("drawn_by_rank", "no_sync", "streamed", "strided")
 """Here other ranks mean other samples, or what a lost rank had not told the others yet: no other run is the same."""
 
+WALK = """
+import json, os, signal
+from pathlib import Path
+import torch, torch.distributed as dist, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
+first, trained, word = ctx.generation == 1, [], torch.zeros(1)
+rank = ctx.rank
+for _ in loop.epochs(1):
+    for number in loop.batches(range(12)):
+        with loop.step():
+            loses = first and ctx.generation == 1 and loop.steps_done == 5
+            model(torch.ones(1, 1)).sum().backward()
+            if loses and ctx.rank == 2:  # Rank 0 steps, and rank 1 never hears of it.
+                dist.send(word, 0)
+                dist.recv(word, 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif loses:
+                dist.recv(word, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loses:
+                dist.send(word, 2)
+        if loop.complete:
+            trained.append(number)
+if first:
+    Path(f"trained-{rank}").write_text(json.dumps(trained))
+"""
+
 Case = tuple[str, int, int, str]
 FAST: tuple[Case, ...] = (
     ("plain", 1, 11, "backward"),
@@ -187,6 +220,16 @@ def test_a_stream_cannot_go_on_with_fewer(tmp_path: Path) -> None:
         assert cluster.ended(90) == {"node": 5}, cluster.story()
         assert [event["step"] for event in cluster.events("committed")] in ([3], [4]), cluster.story()
     assert "an IterableDataset can't be continued at another world size" in cluster.story()
+
+
+def test_a_step_that_another_rank_has_finished(tmp_path: Path) -> None:
+    """W02: without a sampler, whoever takes over a finished step goes on with the next batch."""
+    (tmp_path / "walk.py").write_text(WALK)
+    with Cluster(tmp_path, f"walk-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], ["walk.py"]) as cluster:
+        cluster.start("node")
+        assert cluster.ended(60) == {"node": 0}, cluster.story()
+    trained = [json.loads((tmp_path / f"trained-{rank}").read_text()) for rank in range(2)]
+    assert trained == [list(range(12)), [number for number in range(12) if number != 5]]
 
 
 @pytest.mark.slow
