@@ -102,7 +102,6 @@ class Loop:
         self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
         self._has_blocks = False  # Whether the script has entered a block.
         self._block_ended = False  # Whether that of the present batch has ended, and not by an exception.
-        self._within_step = False  # Whether this is between two micro-batches of a step.
         self._redo = False  # Whether the last step was undone, and is done again.
         self._ended = False  # Whether the boundary after the last step is still to come.
 
@@ -403,7 +402,7 @@ class Loop:
             self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
         self._undo.in_step = self._has_blocks = True
         self._redo = False
-        if not self._within_step:
+        if not self._undo.open:  # Else this is another micro-batch of it.
             self._undo.note()
 
     def _pass_on(self) -> None:
@@ -423,7 +422,6 @@ class Loop:
         if error is None and share.last and not self._undo.stepped:
             error = self._unconfirmed()
         if error is None:
-            self._within_step = not share.last
             if share.last:
                 self._undo.step_ends()
             self._block_ended = True
@@ -438,7 +436,7 @@ class Loop:
             return False
         self._weighting.end()
         self._share = None
-        self._within_step = self._completes = False
+        self._completes = False
         self._world.undo_step()
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
@@ -503,12 +501,13 @@ class Loop:
     def _settle(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if the next one is asked for, or the optimizer has stepped."""
         share, self._share = self._share, None
-        if share is None:
-            return
-        self._weighting.end()
-        self._completes = share.last
-        if share.last and (passed or self._undo.stepped):
+        if share is not None:
+            self._weighting.end()
+            self._completes = share.last
+        if share is not None and share.last and (passed or self._undo.stepped):
             self._count()
+        elif self._undo.open and not passed:
+            self._undo.put_back_gradients()
 
     def _count(self) -> None:
         """Count the finished step: position, sampler, report. Nothing here can fail or wait."""
@@ -517,6 +516,7 @@ class Loop:
         elif self._state.sampler is not None:
             self._state.sampler.advance(self._batch_samples * self._world.size)
         self._state.position = self._state.position.stepped()
+        self._undo.open = False
         self._saving.run.total += 1
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
 
@@ -553,6 +553,8 @@ class Loop:
         self._share = None
         if self._undo.stepped:
             self._stage = "broken"
+        elif self._undo.open:
+            self._undo.put_back_gradients()
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._undo.in_step:

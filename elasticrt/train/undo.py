@@ -65,7 +65,8 @@ class Undo:
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
         self._communicates_late = False  # Whether steps of this script have collectives since then.
-        self.in_step = False  # Whether a step is open.
+        self.in_step = False  # Whether a block of a step is open.
+        self.open = False  # Whether a step is noted that does not count yet.
         self.stepped = False  # Whether an optimizer has stepped in the present batch.
         # Whether one has begun to step in the present step, so that the state may be that of no step.
         self.touched = False
@@ -129,6 +130,7 @@ class Undo:
     def note(self) -> None:
         """The step begins: note everything that it may change, but for parameters and optimizers."""
         self._state = None
+        self.open = True
         self.touched = self._unknown = False
         if self._owners is None:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
@@ -172,14 +174,20 @@ class Undo:
                 torch._foreach_copy_(self._buffers, self._kept)
         states = {name: noted.state if isinstance(noted, Note) else noted for name, noted in self._objects.items()}
         self._load({name: state for name, state in states.items() if state is not None})
-        self._training.drop_gradients()
-        for owner, gradient in self._gradients or ():
-            owner.grad = gradient
+        self.put_back_gradients()
         self._put_back_scalers()
         if self._numbers is not None:
             rng_state.restore(self._numbers)
         self._set_vars(self._vars)
         return known
+
+    def put_back_gradients(self) -> None:
+        """The step does not count, nor does what it has added up."""
+        self.open = False
+        self._training.accumulates = self._gradients is not None
+        self._training.drop_gradients()
+        for owner, gradient in self._gradients or ():
+            owner.grad = gradient
 
     def _put_back_scalers(self) -> None:
         """Make each GradScaler forget what it has seen: gradients that an aborted collective left may overflow."""

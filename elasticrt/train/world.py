@@ -63,7 +63,7 @@ class World:
         self._page = agent_client.status_page()
         self._size_before = 0  # Of the world of the last Change.
         self.in_place = InPlace(
-            objects.values(), self._give_up, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
+            objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
         # `size`: processes in all; `resumed_size`: in the world that began what is left of the epoch.
         self.size = self.resumed_size = 1
@@ -217,12 +217,6 @@ class World:
         self._state.whole = False
         self._page.restored_at_ns = 0
 
-    def _give_up(self) -> None:
-        """Leave the newest finished step to the agent, while the main thread hangs for good."""
-        if self._undo.in_step:
-            self.undo_step()
-        self.hand_over()
-
     def leave_state(self, error: Exception) -> None:
         """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
 
@@ -233,7 +227,9 @@ class World:
             self.in_place.lost(error, self._state.position.steps)
 
     def hand_over(self) -> None:
-        """Leave the newest finished step to the agent, because this process ends."""
+        """Leave the newest finished step to the agent, because this process ends. From any thread."""
+        if self._undo.open:
+            self.undo_step()
         state = self._undo.state_of_position() if self._state.whole else None
         if state is not None:
             self._saving.hand_over(state)

@@ -152,6 +152,57 @@ def test_an_error_in_a_step_by_hand(tmp_path: Path) -> None:
     assert tries == 3
 
 
+@pytest.mark.parametrize("micro", [None, 1], ids=["whole batches", "micro-batches"])
+@pytest.mark.parametrize("where", ["in the block", "after it"])
+def test_what_a_step_that_does_not_count_has_added_up(tmp_path: Path, where: str, micro: int | None) -> None:
+    """Gradients added up by hand over two steps: the start after a `break` in any of them counts none twice."""
+
+    def train(directory: str, stop: int) -> float:
+        torch.manual_seed(0)
+        model, data = nn.Linear(1, 1, bias=False).double(), TensorDataset(torch.arange(8.0).double().reshape(8, 1))
+        optimizer, stopped = torch.optim.SGD(model.parameters(), lr=0.1), False
+        sampler = ElasticBatchSampler(data, 2, micro_batch_size=micro, shuffle=False)
+        loop = Loop(tmp_path / directory, sampler=sampler, model=model, optimizer=optimizer)
+        for _ in loop.epochs(1):
+            for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
+                with loop.step():
+                    stopped = loop.steps_done == stop
+                    model(x).mean().backward()
+                    if stopped and where == "in the block":
+                        break
+                    if loop.complete and loop.steps_done % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if stopped:
+                    break
+            if stopped:
+                break
+        return model.weight.item()
+
+    for stop in range(4):
+        train(f"until {stop}", stop)
+        assert train(f"until {stop}", -1) == pytest.approx(train(f"whole {stop}", -1), abs=1e-12)
+
+
+def test_gradients_of_a_step_that_an_error_has_left(tmp_path: Path) -> None:
+    """A step by hand that fails after its backward, and is tried again, adds up its gradients once."""
+    model, optimizer, _ = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    failed = False
+    for _ in loop.epochs(1):
+        while loop.steps_done < 2:
+            with contextlib.suppress(ValueError), loop.step():
+                model(torch.ones(1, 1)).sum().backward()
+                assert model.weight.grad is not None
+                assert float(model.weight.grad) == loop.steps_done + 1
+                if loop.steps_done == 1:
+                    if not failed:
+                        failed = True
+                        raise ValueError
+                    optimizer.step()
+    assert failed
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("how", ["batches", "steps"])
 def test_an_error_that_is_caught_outside_of_its_step(tmp_path: Path, how: str, *, stepped: bool) -> None:
