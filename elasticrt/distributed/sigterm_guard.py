@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -72,8 +73,8 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-_sheltered: set[Any] = set()
-"""Processes that never see SIGTERM: see `sheltered`."""
+_sheltered: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Processes that never see SIGTERM: see `sheltered`. One that has ended is let go, with its two descriptors."""
 
 
 @contextmanager
@@ -92,9 +93,9 @@ def sheltered() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if not _sheltered:
-            # Hooks run in reverse order: this one before multiprocessing's own, which was registered at its import.
-            atexit.register(_end_sheltered, os.getpid())
+        # Hooks run in reverse order: this one before multiprocessing's own, which was registered at its import.
+        atexit.unregister(_end_sheltered)
+        atexit.register(_end_sheltered, os.getpid())
         _sheltered.update(set(multiprocessing.active_children()) - others)
 
 
