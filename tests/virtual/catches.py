@@ -83,6 +83,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "connections break more often than there are restarts, and steps are made in between",
     ),
+    "workers set up beside a run that ends": ("S13", "the run ends, and rank 0 is lost while they save"),
+    "as many as before save again and again": ("L6", "the run ends, and connections break whenever they save"),
     "the budget is one less": ("S13", "the budget is spent"),
     "a lost node costs a restart": ("S13", "a node is killed"),
     "success with the first node that is done": ("S12", "a node is killed"),
