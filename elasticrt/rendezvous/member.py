@@ -198,7 +198,7 @@ class Member:
         match decision:
             case Rejoin():
                 self.begin_life()
-                yield from registration.leave(self.replica)
+                yield from registration.leave(self.replica, self.me.record)
             case Register():
                 if self.me.lease == "lost":
                     yield from self.renew()
@@ -378,7 +378,7 @@ class Member:
             life = record.incarnation
             return Report(generation=view.number, node=record.node, incarnation=life, status="left", failure=failure)
 
-        return registration.leave(self.replica, left)
+        return registration.leave(self.replica, record, left)
 
 
 def _same_name(other: MemberRecord) -> str:

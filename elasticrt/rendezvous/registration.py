@@ -121,7 +121,7 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         return bool((yield from replica.write(txn)))
     if mine is not None and _same_process(mine.record, member):
         # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
-        yield from leave(replica)
+        yield from leave(replica, member)
         yield from replica.refresh()
     elif mine is not None:
         return False  # Of another process with this name: its lease ends, or it lives.
@@ -129,9 +129,17 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
     return bool((yield from replica.write(txn)))
 
 
-def leave(replica: Replica, told: Callable[[View], Report | None] = lambda _: None) -> Conversation[None]:
-    """Take the own key out at once; the report that is `told` of the newest view tells the other members why."""
+def leave(
+    replica: Replica, member: Member, told: Callable[[View], Report | None] = lambda _: None
+) -> Conversation[None]:
+    """Take the key of `member`, in this life or a former one, out at once, if it is there.
+
+    The report that is `told` of the newest view tells the other members why.
+    """
     for tell in (told, told, lambda _: None):
+        mine = replica.view.members.get(member.node)
+        if mine is not None and not _same_process(mine.record, member):
+            return  # Another agent has come with this name, after a silence of this one.
         report = tell(replica.view)
         done, _ = yield Transact(transactions.leave(replica.keys, Guard.of(replica.view), report))
         if done.succeeded or report is None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, StoreError
-from elasticrt.rendezvous.decision import File, Halt, Me, Wait
+from elasticrt.rendezvous.decision import File, Halt, Me, Rejoin, Wait
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Generation, Keys, Report, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
@@ -163,16 +163,16 @@ def test_a_goodbye_that_was_refused_is_not_sent_again_as_it_was() -> None:
 
 def _sent(filing: Conversation[T], store: MemoryStore) -> T:
     """Carry a conversation out on a store; whether it took effect."""
-    request = next(filing)
-    while True:
-        if isinstance(request, Transact):
-            answer = store.commit(request.txn)
-        else:
-            answer = store.read(request.range) if isinstance(request, Read) else None
-        try:
+    try:
+        request = next(filing)
+        while True:
+            if isinstance(request, Transact):
+                answer = store.commit(request.txn)
+            else:
+                answer = store.read(request.range) if isinstance(request, Read) else None
             request = filing.send((answer, 10.0))
-        except StopIteration as done:
-            return done.value
+    except StopIteration as done:
+        return done.value
 
 
 @pytest.mark.parametrize("arrives", ["before the next", "after the next"])
@@ -218,3 +218,16 @@ def test_a_report_is_not_filed_in_a_store_that_has_begun_anew() -> None:
         filing.throw(StoreUnavailable("silence"))
     assert not _sent(member.carry_out(decision), fresh)
     assert not fresh.read(keys.report(1, "n0")).keys
+
+
+@pytest.mark.parametrize("of_another_process", [False, True])
+def test_an_agent_takes_only_its_own_key_out(*, of_another_process: bool) -> None:
+    """S02: when it comes back after a silence, and leaves or begins a new life, the key of its name may be that of the
+    agent that has taken its place."""
+    keys, member, store = Keys("run"), _member([]), MemoryStore(MemoryServer(lambda: 0.0))
+    record = member.me.record.model_copy(update={"incarnation": "c" * 16, "pid": 7 if of_another_process else 1})
+    for goodbye in (lambda: member.leave(seat_too=True), lambda: member.carry_out(Rejoin("left out"))):
+        store.commit(Txn((), (Put(keys.member("n0"), record.encode()),)))
+        _sent(member.replica.refresh(), store)
+        _sent(goodbye(), store)
+        assert len(store.read(keys.member("n0")).keys) == int(of_another_process)
