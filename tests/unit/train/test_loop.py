@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import random
@@ -602,14 +603,15 @@ def test_pause_takes_the_weights_off(tmp_path):
 
 def test_a_new_parameter_at_the_address_of_an_old_one_is_weighted():
     """A layer that is made anew gets its weights, wherever its parameters lie."""
-    layer, others = nn.Linear(1, 1, bias=False), []
+    layer = nn.Linear(1, 1, bias=False)
     weighting = Weighting([layer])
     weighting.attach()
     address = id(layer.weight)
-    while id(layer.weight) != address or not others:
-        others.append(nn.Parameter(torch.zeros(1, 1)))
-        del layer.weight
-        layer.weight = nn.Parameter(torch.ones(1, 1))
+    del layer.weight
+    gc.collect()
+    # What is freed is used again for one of the next of its size.
+    fresh = [nn.Parameter(torch.ones(1, 1)) for _ in range(20_000)]
+    layer.weight = next((each for each in fresh if id(each) == address), fresh[0])
     weighting.renew()
     weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
     layer(torch.ones(1, 1)).sum().backward()
