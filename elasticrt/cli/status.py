@@ -82,8 +82,9 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     spec, _ = run.spec()
     generation, saved = run.record(run.keys.generation, Generation), run.record(run.keys.checkpoint, Commit)
     result = run.record(run.keys.result(spec.attempt), Result)
-    ended = [life for life in story.lives if life.code is not None or life.gone_at is not None] if story else []
-    gone = {(life.node, life.pid) for life in ended}  # Etcd keeps the keys of killed agents for a lease term.
+    # Etcd keeps the keys of killed agents for a lease term. A container's next agent often has the same process id.
+    newest = {(life.node, life.pid): life for life in story.lives} if story is not None else {}
+    gone = {who for who, life in newest.items() if life.code is not None or life.gone_at is not None}
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
     over = story is not None and not story.alive()
     standing = story.standing(now) if story is not None else ""

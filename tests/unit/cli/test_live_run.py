@@ -265,3 +265,22 @@ def test_who_watches_from_elsewhere_ends_with_the_run() -> None:
         run.store.commit(Txn((), (operation,), why="a test"))
         ended.append(show(run, None, 0.0)[1])
     assert ended == [False, False, False, True, False, True]
+
+
+def test_a_container_that_was_restarted_is_shown() -> None:
+    """Its new agent has the node's name and the process id of the one that ended, and is not taken for that."""
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"), Path("runs"))
+    spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=1)
+    member = Member(
+        node="node-0", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5000, port=5001,
+    )  # fmt: skip
+    for operation in (Put(run.keys.spec, spec.encode()), Put(f"{run.keys.members}node-0", member.encode())):
+        run.store.commit(Txn((), (operation,), why="a test"))
+    shown = []
+    for more in ((), (events.AgentStopped(1),)):
+        _run("calm-fox", *more, lives=False, pid=7, machine="a container")
+        story = run_dir.read(Path("runs", "calm-fox"))
+        shown.append(any("node-0: " in line for line in show(run, story, 0.0)[0]))
+    _run("calm-fox", lives=False, pid=7, machine="a container")
+    shown.append(any("node-0: " in line for line in show(run, run_dir.read(Path("runs", "calm-fox")), 0.0)[0]))
+    assert shown == [True, False, True]
