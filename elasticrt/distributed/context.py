@@ -163,9 +163,9 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not dist.is_initialized():
         own_gpu = torch.cuda.device_count() >= local_world_size or worker.gpu != ""
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
+        regroup.note_groups()
         _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s = timeout_s
-        regroup.note_subgroups()
     page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
@@ -199,7 +199,7 @@ def _device(local_rank: int) -> torch.device:
 def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     def make(**options: Any) -> None:
         # Not while the others are waited for: connections that the script makes meanwhile are none of the group's.
-        with regroup.SOCKETS.noted(world_size, store_port=collectives.launched("MASTER_PORT", 0)):
+        with regroup.SOCKETS.noted(world_size, backend, collectives.launched("MASTER_PORT", 0)):
             make_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **options)
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -15,7 +15,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -138,6 +138,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         port: the server's.
         nonce: the generation's.
         timeout_s: how long a question may wait for its answer, in seconds.
+        hear: told all values that this client sets or gets: before others have them, or whoever asked.
 
     Attributes:
         address: of this machine, as the server sees it.
@@ -145,8 +146,11 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
     Raises DistNetworkError when the server is gone or was cut off, DistStoreError when a wait takes too long.
     """
 
-    def __init__(self, address: str, port: int, nonce: str, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, port: int, nonce: str, timeout_s: float, hear: Callable[[list[bytes]], object] = bool
+    ) -> None:
         super().__init__()
+        self._hear = hear
         self._to = (address, port)
         self._nonce = nonce
         self._own = threading.local()
@@ -160,9 +164,10 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
 
     def exchange(self, key: str, value: str | bytes, keys: Sequence[str]) -> list[bytes]:
         """Store a value, and get those of several keys once all of them are there, by one question."""
+        if not isinstance(value, str):
+            self._hear([bytes(value)])
         text = value if isinstance(value, str) else bytes(value).decode("latin-1")
-        values = self._ask(op="set", key=key, value=text, keys=list(keys))
-        return [str(each).encode("latin-1") for each in values]
+        return self._got(self._ask(op="set", key=key, value=text, keys=list(keys)))
 
     def get(self, key: str) -> bytes:
         """The value of a key, once it is there."""
@@ -170,8 +175,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
 
     def get_all(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> list[bytes]:
         """The values of several keys, once all of them are there."""
-        values = self._ask(timeout=timeout, op="get", keys=list(keys))
-        return [str(each).encode("latin-1") for each in values]
+        return self._got(self._ask(timeout=timeout, op="get", keys=list(keys)))
 
     multi_get = get_all  # As torch asks for it.
 
@@ -200,6 +204,11 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
     def clone(self) -> GroupStore:
         """Itself: each thread has its own connection anyway."""
         return self
+
+    def _got(self, values: Sequence[str]) -> list[bytes]:
+        got = [str(each).encode("latin-1") for each in values]
+        self._hear(got)
+        return got
 
     def _ask(self, *, timeout: datetime.timedelta | None = None, **question: Any) -> Any:
         limit_s = (timeout or self.timeout).total_seconds()

@@ -2,9 +2,10 @@
 
 A rank that waits in a gloo collective for a lost peer waits for ever, unless it is that peer's neighbour. No call of
 torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds. So the sockets of
-every group are noted while it is made, and `cut` shuts down just these. After that the group is only destroyed, and the
-next one meets in a store of its own. A group of NCCL is aborted: its kernels end, and what they have written is
-worthless (`InPlace.check_results`).
+every group are noted while it is made, and `cut` shuts down just these. The script may open others meanwhile, so gloo's
+are told by the addresses at which its ranks listen: all ranks read them in the store, and so do we. After that the
+group is only destroyed, and the next one meets in a store of its own. A group of NCCL is aborted: its kernels end, and
+what they have written is worthless (`InPlace.check_results`).
 
 DDP's reducer keeps buckets in an order that it learns from backward passes. Ranks with different orders would add up
 different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.proc import is_connection, is_open_socket, listens, ports_of, sockets_of
+from elasticrt.ipc.proc import end_in, ends_of, is_connection, is_open_socket, listens, ports_of, sockets_of
 from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
@@ -72,22 +73,28 @@ class GroupSockets:
         self._known: dict[int, str] = {}
         self._peers: dict[int, str] = {}  # Those of the default group to the other ranks.
         self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
+        # Where the ranks of that group listen, as far as they have said so. None: all that is new is taken for its own.
+        self._addresses: set[bytes] | None = None
+        self._store_port = 0  # The default group's.
         # Frees a thread that waits at a listening socket of the group that is being made.
         self._free: Callable[[socket.socket], bool] = bool
         self._freed: set[str] = set()
 
     @contextlib.contextmanager
-    def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0) -> Iterator[None]:
-        """Connections that are made in this block, in any thread, belong to a group of at most so many ranks.
+    def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0, *, hears: bool = False) -> Iterator[None]:
+        """In this block, in any thread, connections of a group of at most so many ranks are made.
 
         `store_port`: where the default group's store listens, if this is that group. Its connections belong to the
-        group as well, whenever they are made.
+        group as well, whenever they are made. `hears`: whether `hear` is told what ranks store. Until it is, or `heard`
+        is called, and with another backend than gloo, all that is opened in this block is taken for the group's.
         """
         if self._before is not None:  # A part of a group that is noted as a whole.
             yield
             return
         with self._lock:
-            self._before = sockets_of()
+            self._before, self._store_port = sockets_of(), store_port or self._store_port
+            # A rank that is alone connects to nobody.
+            self._addresses = set() if backend == "gloo" and (hears or ranks == 1) else None
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
             self._freed.clear()
         try:
@@ -101,8 +108,17 @@ class GroupSockets:
                     stores = dict(each for each in ports if store_port in ports[each])
                     self._peers = {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
                     self._known |= stores
-                self._before = None
+                self._before = self._addresses = None
                 self._lock.notify_all()
+
+    def hear(self, values: Iterable[bytes]) -> None:
+        """Ranks of the group that is being made have stored these: among them may be where they listen."""
+        if self._addresses is not None:
+            self._addresses.update(map(_address_in, values))
+
+    def heard(self, values: Iterable[bytes]) -> None:
+        """All ranks of the group that is being made have stored these."""
+        self._addresses = set(map(_address_in, values))
 
     def cut(self) -> None:
         """Shut all of them down, and those of a group that is being made until that has ended."""
@@ -133,8 +149,35 @@ class GroupSockets:
             _with_socket(fd, partial(_shut, complete=fd not in new))
 
     def _new(self) -> dict[int, str]:
-        before = self._before
-        return {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
+        before, addresses = self._before, self._addresses
+        new = {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
+        if addresses is None:
+            return new
+        ends = {fd: ends_of(fd) for fd in new}
+        group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(ends[fd])}
+        if addresses and not any(len(ends[fd]) == 1 for fd in group):
+            return new  # This rank listens as well. So what it has stored is in no form that we know.
+        return group | {fd: name for fd, name in new.items() if self._store_port and self._store_port in ports_of(fd)}
+
+
+def _address_in(value: bytes) -> bytes:
+    """Where a rank listens, in what gloo stores of it (torch 2.13); b"" for anything else.
+
+    After the length of the host's name come the name, the length of an address, and the address, a `sockaddr`.
+    """
+    return end_in(value[16 + int.from_bytes(value[:8], sys.byteorder) :][:28])
+
+
+def _ask(store: Any, ranks: int) -> None:
+    """Ask a store of torch's, which tells nobody what is stored, where the ranks of a new group of gloo listen."""
+    keys = [f"cpu//0/{rank}" for rank in range(ranks)]
+    torch_dist = cast("Any", dist)  # It offers more than it declares.
+    if store is None:  # This process is not among the ranks.
+        SOCKETS.heard([])
+    elif torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL:  # Then torch makes another group beside each.
+        with contextlib.suppress(RuntimeError):  # Not every store has these calls.
+            if store.check(keys):
+                SOCKETS.heard(store.multi_get(keys))
 
 
 def _with_socket(fd: int, act: Callable[[socket.socket], Any]) -> Any:
@@ -225,16 +268,19 @@ def keep() -> None:
         dist.distributed_c10d._pg_map = _Kept(known)  # Torch has no hook for a group's birth or end.
 
 
-def note_subgroups() -> None:
-    """From now on the connections of the script's own groups are noted as well, whichever call of torch makes them."""
+def note_groups() -> None:
+    """From now on the connections of all groups are noted, whichever call of torch makes them."""
     made: Any = dist.distributed_c10d._new_process_group_helper
     if getattr(made, "noted", False):
         return
 
     @functools.wraps(made)
     def make(*args: Any, **options: Any) -> Any:
-        with SOCKETS.noted(args[0], args[3]):
-            return made(*args, **options)
+        with SOCKETS.noted(args[0], args[3], hears=_store_in_use is not None):
+            group, store = made(*args, **options)
+            if _store_in_use is None and args[3] == "gloo":
+                _ask(store, args[0])
+            return group, store
 
     make.noted = True  # type: ignore[attr-defined]
     # Private, but `new_subgroups`, `init_device_mesh` and a `new_group` that was imported earlier all come here.
@@ -384,7 +430,7 @@ def meet(
     # Gloo then asks a store for all addresses at once, not for one after the other, each twice.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     try:
-        with SOCKETS.noted(worker.world_size, backend, worker.master_port):
+        with SOCKETS.noted(worker.world_size, backend, worker.master_port, hears=True):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             _store_in_use = _store(worker, timeout_s, over)  # Torch keeps no reference to a store made in Python.
             store = PrefixStore(prefix, _store_in_use)
@@ -405,7 +451,7 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s)
+            return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s, SOCKETS.hear)
         except RuntimeError:  # Rank 0 may still be leaving the store of the generation before, at the same port.
             if over():
                 raise Overtaken from None

@@ -115,10 +115,41 @@ def is_connection(each: socket.socket) -> bool:
 
 def ports_of(fd: int) -> tuple[int, ...]:
     """The own and the peer's port of the TCP connection behind `fd`; none for anything else, or if it is closed now."""
+    ends = ends_of(fd)
+    return tuple(int.from_bytes(each[2:4], "big") for each in ends) if len(ends) > 1 else ()
+
+
+SO_PEERNAME = 28
+"""Linux's option of a socket. Unlike `getpeername`, it also says where one is still connecting to."""
+
+_END_BYTES: dict[int, int] = {socket.AF_INET: 8, socket.AF_INET6: 24}
+
+
+def ends_of(fd: int) -> list[bytes]:
+    """The own and the peer's address of the TCP socket behind `fd`, as `end_in` gives them.
+
+    One that listens has its own alone. None for anything else, or if it is closed now.
+    """
+    ends = []
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
-        if is_connection(each):
-            return each.getsockname()[1], each.getpeername()[1]
-    return ()
+        if _is_tcp(each):
+            ends.append(_end(each.family, *each.getsockname()[:2]))
+            try:
+                ends.append(_end(each.family, *each.getpeername()[:2]))
+            except OSError:
+                ends.append(each.getsockopt(socket.SOL_SOCKET, SO_PEERNAME, _END_BYTES[each.family]))
+    return ends
+
+
+def _end(family: int, host: str, port: int) -> bytes:
+    packed = socket.inet_pton(family, host.partition("%")[0]).rjust(_END_BYTES[family] - 4, b"\0")
+    return family.to_bytes(2, sys.byteorder) + port.to_bytes(2, "big") + packed
+
+
+def end_in(address: bytes) -> bytes:
+    """Family, port and host of C's `sockaddr`; b"" if it is not one of TCP."""
+    size = _END_BYTES.get(int.from_bytes(address[:2], sys.byteorder), 0)
+    return address[:size] if len(address) >= size else b""
 
 
 def listens(each: socket.socket) -> bool:

@@ -8,6 +8,8 @@ been made since the last one; with "skip" not before the point was passed so oft
 Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its finished steps to a file of
 its own, at the end of the step's block.
 
+With requests=PORT a server is asked, at each step, on connections that were opened while groups were made.
+
 With large=all_reduce or large=broadcast each step has a message of 64 MB, or megabytes=MB; ballast=MB is so
 much more state.
 """
@@ -21,6 +23,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -177,6 +180,7 @@ def around(name: str, *, before: str = "", after: str = "", of: Any = dist) -> N
 
 def main() -> None:
     """Train."""
+    requests = Requests(int(OPTIONS["requests"])) if OPTIONS.get("requests") else None
     ctx = elasticrt.init()
     if OPTIONS.get("prepare"):
         FAULTS.rank, FAULTS.world = ctx.rank, ctx.world_size
@@ -239,6 +243,8 @@ def main() -> None:
             with loop.step() if not OPTIONS.get("plain") else contextlib.nullcontext():
                 look()
                 FAULTS.pace()
+                if requests:
+                    requests.make()
                 FAULTS.at("before forward")
                 loss = functional.mse_loss(model(x), y)
                 FAULTS.at("after forward")
@@ -295,6 +301,41 @@ def at_any_time() -> None:
     while True:
         FAULTS.at("any time")
         time.sleep(0.01)
+
+
+class Requests:
+    """Connections to a server that answers with what it gets, each opened while a group is made.
+
+    One of each two is closed in the next step. What breaks is noted in DIRECTORY/broken-PID.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._server = ("127.0.0.1", port)
+        self._short: list[socket.socket] = []
+        self._long: list[socket.socket] = []
+        made = dist.init_process_group
+
+        def init_process_group(*args: object, **options: object) -> None:
+            self.open()
+            made(*args, **options)
+
+        dist.init_process_group = init_process_group
+
+    def open(self) -> None:
+        """As another thread might, at this moment."""
+        for each in (self._short, self._long):
+            each.append(socket.create_connection(self._server))
+
+    def make(self) -> None:
+        """Ask on each connection."""
+        for each in self._short + self._long:
+            try:
+                each.sendall(b"x")
+                assert each.recv(1) == b"x", "end of stream"
+            except (OSError, AssertionError) as error:
+                (DIRECTORY / f"broken-{os.getpid()}").write_text(repr(error))
+        while self._short:
+            self._short.pop().close()
 
 
 def size() -> tuple[int, int, int]:

@@ -7,12 +7,15 @@ step that a survivor had finished was done again, and the only processes that en
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -184,6 +187,28 @@ def test_ahead(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None
     whole, skipped = list(range(1, STEPS_PER_EPOCH + 1)), [n for n in range(1, STEPS_PER_EPOCH + 1) if n != 6]
     assert whole in ends.values(), ends
     assert skipped in ends.values(), ends
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # Its client was killed.
+            while data := self.request.recv(1):
+                self.request.sendall(data)
+
+
+@pytest.mark.slow
+def test_connections_of_the_script_are_left_alone(tmp_path: Path) -> None:
+    """Ranks are lost and let in, and each opens connections whenever a group is made: none breaks, and no group is lost
+    because one of them ends."""
+    plan = [fault("last bucket", 1, step=8), fault("before optimizer", 0, step=10), fault("loader", 2, "mark")]
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = run(tmp_path, plan, f"requests={server.server_address[1]}", workers=3, epochs=4)
+        server.shutdown()
+    assert [path.read_text() for path in tmp_path.glob("broken-*")] == [], found.story
+    assert found.cluster.number() == 5, found.story
+    found.check_all()
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from elasticrt.distributed import regroup as groups
 
 groups.keep()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-groups.note_subgroups()
+groups.note_groups()
 ways = [
     lambda: new_group([0]),
     lambda: dist.new_group([0]),

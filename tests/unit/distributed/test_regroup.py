@@ -448,7 +448,7 @@ os.close(told if rank == 0 else tell)
 place = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": store.getsockname()[1]}
 fd = store.detach() if rank == 0 else -1
 regroup.meet(replace(WORKER, **place, listen_fd=fd), "gloo", 60, lambda: False)
-regroup.note_subgroups()
+regroup.note_groups()
 own = new_group()
 if rank:
     os._exit(len(os.read(told, 1)))  # Until rank 0 ends.
@@ -513,6 +513,99 @@ with pytest.MonkeyPatch.context() as patch, under(Agent(), patch, **place):
 """
 
 
+OWN_CONNECTIONS_MEANWHILE = """
+import os, socket, threading
+from dataclasses import replace
+import pytest, torch, torch.distributed as dist
+from torch.distributed import distributed_c10d
+import elasticrt
+from elasticrt.distributed import regroup
+from elasticrt.distributed.group_store import GroupStore
+from tests.fake_worker import WORKER, Agent, under
+
+def connected():
+    client = socket.create_connection(other.getsockname())
+    return client, other.accept()[0]
+
+def meanwhile(made):
+    def make(*args, **options):
+        own.extend([connected(), connected(), (socket.create_server(("127.0.0.1", 0)),)])
+        result = made(*args, **options)
+        own.append(connected())
+        return result
+    return make
+
+def both_are_here():
+    mine.send(b"x")
+    assert mine.recv(1) == b"x"
+
+def check_watched():
+    assert len(own) == 4 and regroup.SOCKETS.knows_peers(2)
+    for each in own.pop(0):
+        each.close()
+    assert not regroup.SOCKETS.lost_a_peer()
+
+def check_cut(*groups):
+    both_are_here()
+    regroup.SOCKETS.cut()
+    for group in groups:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    check_own()
+
+def check_own():
+    while own:
+        first, *second = own.pop()
+        second = second or [socket.create_connection(first.getsockname())]
+        if regroup.listens(first):
+            first = first.accept()[0]
+        for one, another in [(first, second[0]), (second[0], first)]:
+            one.sendall(b"x")
+            assert another.recv(1) == b"x"
+
+def meet(number, size=2):
+    place = {"rank": rank % size, "world_size": size, "generation": number, "nonce": str(number)}
+    store, fd = stores[number], -1
+    if not place["rank"]:
+        fd = os.dup(store.fileno())
+    worker = replace(WORKER, **place, master_addr="127.0.0.1", master_port=store.getsockname()[1], listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+
+own, stores = [], [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+port = stores[0].getsockname()[1]
+stores[0].close()
+mine, theirs = socket.socketpair()
+child = os.fork()
+rank = 0 if child else 1
+if rank:
+    mine = theirs
+other = socket.create_server(("127.0.0.1", 0))
+distributed_c10d._new_process_group_helper = meanwhile(distributed_c10d._new_process_group_helper)
+place = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
+with pytest.MonkeyPatch.context() as patch, under(Agent(), patch, **place):
+    elasticrt.init()
+check_watched()
+check_cut(dist.new_group(), dist.group.WORLD)
+regroup.leave()
+meet(1)
+check_watched()
+check_cut(dist.new_group(), dist.group.WORLD)
+regroup.leave()
+if rank:
+    GroupStore.set = lambda *_: os._exit(0)
+else:
+    meet(2, size=1)
+    regroup.leave()
+    check_own()
+    ends = threading.Thread(target=lambda: (os.waitpid(child, 0), regroup.SOCKETS.cut()))
+    ends.start()
+with pytest.raises(RuntimeError):
+    meet(3)
+check_own()
+os._exit(0)
+"""
+
+
 FEW_QUESTIONS = """
 import os, socket
 from dataclasses import replace
@@ -564,6 +657,11 @@ def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
 def test_connections_of_the_script_are_not_those_of_the_group() -> None:
     """What another thread opens while `init` waits for a rank is neither watched nor cut; the store's is, as before."""
     _run(OWN_CONNECTIONS)
+
+
+def test_connections_that_the_script_makes_beside_those_of_a_group_are_its_own() -> None:
+    """What is opened while a group is made, at first, anew, alone, or with a dying rank, is neither watched nor cut."""
+    _run(OWN_CONNECTIONS_MEANWHILE)
 
 
 def test_a_group_of_the_script_is_cut_as_well() -> None:

@@ -60,7 +60,7 @@ def _shared(rank: int, machines: str, *, opens: bool = True, damaged: int = -1, 
 
     The groups that are made for it are gone afterwards: one that stays would be taken for the script's own.
     """
-    regroup.note_subgroups()
+    regroup.note_groups()
     shared_payload.LARGE_BYTES, shared_payload.PIECE_BYTES = 1000, 30_000
     shared_payload.machine = lambda: machines[rank]
     if not opens:

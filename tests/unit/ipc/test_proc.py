@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
-from elasticrt.ipc.proc import start_of, stat
+from elasticrt.ipc.proc import end_in, ends_of, start_of, stat
 
 NAMED = "open('/proc/self/comm', 'w').write('a) Z 1 (b'); print(flush=True); input()"
 
@@ -27,3 +28,17 @@ def test_a_process_until_it_is_gone() -> None:
         assert (found.ended, start_of(process.pid)) == (True, 0)
         process.wait()
         assert (stat(process.pid), start_of(process.pid)) == (None, 0)
+
+
+def test_where_a_socket_still_connects_to() -> None:
+    """The address of a peer that does not answer is known as well; a socket that listens has its own alone."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        (address,) = ends_of(listener.fileno())
+        assert end_in(address + bytes(8)) == address == end_in(address)
+        assert end_in(address[:-1]) == end_in(b"") == b""
+        with socket.create_connection(listener.getsockname()) as first, socket.socket() as second:
+            assert ends_of(first.fileno())[1] == address
+            second.setblocking(False)
+            second.connect_ex(listener.getsockname())  # The kernel answers nobody while the queue is full.
+            assert ends_of(second.fileno())[1] == address
+    assert ends_of(listener.fileno()) == []
