@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -163,6 +164,7 @@ def test_thousands_of_looks_at_its_stack_harm_no_process(monkeypatch):
     with under(Agent(), monkeypatch, page_fd=page):
         child = os.fork()
         if child == 0:
+            gc.freeze()  # As in every worker: what other tests have left has its threads in the parent.
             agent_client.show_stacks()
             threading.Thread(target=work, daemon=True).start()
             os.write(page, b" ")
