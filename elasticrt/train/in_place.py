@@ -116,10 +116,12 @@ class InPlace:
             return "the sampler was given its rank: leave rank and world size out"
         if sampler is not None and isinstance(loader, Iterator):
             return "the batches come from an iterator, which cannot begin anew: give the loader, or a class around it"
-        # What another iterable draws from, or the script itself, is not known: so any that lives may be in use.
-        used = samplers_of(loader) if isinstance(loader, DataLoader) else gc.get_objects()
-        if sampler is None and any(issubclass(type(each), DistributedSampler) for each in used):
-            return "the script has a DistributedSampler, which cuts for this world size: use a sampler of elasticrt's"
+        if sampler is None:
+            # What another iterable draws from, or the script itself, is not known: so any that lives may be in use.
+            used = samplers_of(loader) if isinstance(loader, DataLoader) else gc.get_objects()
+            if any(issubclass(type(each), DistributedSampler) for each in used):
+                remedy = "use a sampler of elasticrt's"
+                return f"the script has a DistributedSampler, which cuts for this world size: {remedy}"
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
         self._backend = dist.get_backend()

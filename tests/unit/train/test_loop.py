@@ -611,7 +611,7 @@ def test_a_new_parameter_at_the_address_of_an_old_one_is_weighted():
     gc.collect()
     # What is freed is used again for one of the next of its size.
     fresh = [nn.Parameter(torch.ones(1, 1)) for _ in range(20_000)]
-    layer.weight = next((each for each in fresh if id(each) == address), fresh[0])
+    (layer.weight,) = (each for each in fresh if id(each) == address)
     weighting.renew()
     weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
     layer(torch.ones(1, 1)).sum().backward()
