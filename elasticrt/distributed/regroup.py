@@ -138,25 +138,20 @@ class GroupSockets:
         return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> None:
-        now = sockets_of()
         new = self._new()
-        doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
-        self._known = {}
+        doomed, self._known = {**self._known, **new}, {}
         for fd, name in new.items():
-            if name not in self._freed and _with_socket(fd, self._free):
+            if name not in self._freed and _with_socket(fd, name, self._free):
                 self._freed.add(name)
-        for fd in doomed:
-            _with_socket(fd, partial(_shut, complete=fd not in new))
+        for fd, name in doomed.items():
+            _with_socket(fd, name, partial(_shut, complete=fd not in new))
 
     def _new(self) -> dict[int, str]:
         before, addresses = self._before, self._addresses
         new = {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
-        if addresses is None:
+        if addresses is None or b"" in addresses:  # What ranks have stored is in no form that we know.
             return new
-        ends = {fd: ends_of(fd) for fd in new}
-        group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(ends[fd])}
-        if addresses and not any(len(ends[fd]) == 1 for fd in group):
-            return new  # This rank listens as well. So what it has stored is in no form that we know.
+        group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(ends_of(fd))}
         return group | {fd: name for fd, name in new.items() if self._store_port and self._store_port in ports_of(fd)}
 
 
@@ -180,10 +175,13 @@ def _ask(store: Any, ranks: int) -> None:
                 SOCKETS.heard(store.multi_get(keys))
 
 
-def _with_socket(fd: int, act: Callable[[socket.socket], Any]) -> Any:
-    """What `act` returns for the socket behind `fd`; None if it fails, because the socket was closed meanwhile."""
+def _with_socket(fd: int, name: str, act: Callable[[socket.socket], Any]) -> Any:
+    """What `act` returns for the socket `name` behind `fd`; None if it fails, because it was closed meanwhile.
+
+    The number may be another socket's by then, and that one is left alone.
+    """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
-        return act(each)
+        return act(each) if is_open_socket(each.fileno(), name) else None
 
 
 def _shut(each: socket.socket, *, complete: bool) -> None:

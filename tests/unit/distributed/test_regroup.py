@@ -92,6 +92,27 @@ def test_a_number_that_is_used_again_is_left_alone() -> None:
         assert _works(again)
 
 
+def _stored(listener: socket.socket) -> bytes:
+    """What gloo stores of a rank that listens there: the name of a host, here none, and a `sockaddr`, with lengths."""
+    host, port = listener.getsockname()
+    address = socket.AF_INET.to_bytes(2, sys.byteorder) + port.to_bytes(2, "big") + socket.inet_aton(host) + bytes(8)
+    return (0).to_bytes(8, sys.byteorder) + len(address).to_bytes(8, sys.byteorder) + address
+
+
+@pytest.mark.parametrize(("known", "cut"), [(True, False), (False, True)], ids=["", "in a form that is not known"])
+def test_a_group_that_fails_takes_nothing_of_the_scripts_with_it(known: bool, cut: bool) -> None:
+    """It has closed the socket at which it listened; only where its addresses cannot be read all that is new is cut."""
+    sockets = GroupSockets()
+    with ExitStack() as stack:
+        with pytest.raises(ConnectionError), sockets.noted(2, hears=True):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                sockets.hear([_stored(listener) if known else b"somewhere"])
+            own = stack.enter_context(_connection())
+            raise ConnectionError
+        sockets.cut()
+        assert _is_cut(own) if cut else _works(own)
+
+
 def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
     """A connection that is made after the cut, while the block is still open, is cut as well."""
     sockets = GroupSockets()
