@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -25,7 +26,7 @@ from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.flights import shortened
 from elasticrt.ipc.messages import Done, Look, Message, Release, Reply, Reseat
-from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
+from elasticrt.ipc.status_page import PAGE_BYTES, STACK_BEGINS, STACKS_SIGNAL, TEXT_BYTES, StatusPage
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ class AgentClient:
         elif isinstance(message, Release):
             self._release()
         elif isinstance(message, Look):
+            _show_stack()
             _show_collectives()
 
     def _seated(self, message: Reseat, fds: list[int]) -> None:
@@ -199,6 +201,23 @@ class AgentClient:
 
 def _refusal(number: int, problem: str) -> Reply:
     return Reply(number, ok=False, reason=f"the agent is gone ({problem})")
+
+
+def _show_stack() -> None:
+    """Write the main thread's stack on the status page, as faulthandler does, while it cannot run on."""
+    page_fd, main = worker_env().page_fd, threading.main_thread().ident
+    frame = None if page_fd < 0 or main is None else sys._current_frames().get(main)
+    if frame is None:
+        return
+    lines = (
+        f'  File "{each.f_code.co_filename}", line {line or "???"} in {each.f_code.co_name}\n'
+        for each, line in traceback.walk_stack(frame)
+    )
+    text = STACK_BEGINS + "\n" + "".join(lines)
+    status_page().clear_text()
+    os.lseek(page_fd, PAGE_BYTES, os.SEEK_SET)
+    os.write(page_fd, text.encode(errors="backslashreplace")[:TEXT_BYTES])
+    status_page().looks += 1
 
 
 def _show_collectives() -> None:
@@ -246,14 +265,16 @@ def status_page() -> StatusPage:
 
 @lru_cache(maxsize=1)
 def show_stacks() -> None:
-    """At STACKS_SIGNAL write the main thread's stack behind the page's words, unless the script handles that signal.
+    """Let the agent see the main thread's stack: at `messages.Look`, and at STACKS_SIGNAL unless the script uses it.
 
-    faulthandler writes it from C, so it works while a thread holds the interpreter's lock.
+    The signal is for a thread that holds the interpreter's lock, and for a script without a Loop, which has no link:
+    then nobody reads messages, and faulthandler writes the stack from C.
     """
     worker = worker_env()
     if worker.page_fd < 0 or signal.getsignal(STACKS_SIGNAL) != signal.SIG_DFL:
         return
     os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
-    # Only the thread that gets the signal, which is the main one. Other threads run on while they are written down, so
-    # that faulthandler reads frames that are changing: measured, a crash in some hundred looks (CPython 3.11).
+    # Only the thread that gets the signal, which is the main one: faulthandler would read frames of the others while
+    # they change. Those of a main thread that runs Python code may be half made: measured, a crash in 5,000 signals
+    # (CPython 3.11). So the agent asks by a message first.
     faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=False, chain=False)

@@ -244,7 +244,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Look:
-    """Steps stand still: the worker writes `begun` and `flights` on its status page."""
+    """Steps stand still: the worker writes its stack, `begun` and `flights` on its status page."""
 
 
 # From a worker, each answered by a Reply, as a Copied with a number is.

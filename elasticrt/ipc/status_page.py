@@ -2,7 +2,8 @@
 
 It is a memfd, created by the agent and inherited by the worker. Its first 4096 bytes are aligned 64-bit words, one for
 each field, so a reader sees an old or a new value, never a torn one (x86-64 and arm64). After them is room for the
-worker's stacks, which it writes when it gets STACKS_SIGNAL. The room is a hole in the file: it takes no memory before.
+stack of the worker's main thread, which it writes when it is asked. The room is a hole in the file: it takes no memory
+before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ FIRST_BATCH = 2
 """The value of `stepping` besides 0 and 1."""
 
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
-"""A worker that gets it writes the stacks of its threads behind the words. No known program uses this signal."""
+"""A worker that gets it adds the stack of its main thread behind the words. No known program uses this signal."""
+
+STACK_BEGINS = "Stack (most recent call first):"
+"""The first line of a stack, by faulthandler."""
 
 
 class _Word:
@@ -56,6 +60,7 @@ class StatusPage:
             epoch; see `bootstrap.optimizer_heartbeat`.
         begun_at_ns: when the script began, and with it the wait for the first of them.
         building: 1 while it prepares data: on this node the next generation waits until that is done.
+        looks: the number of stacks that it has written at the agent's `messages.Look`, each in place of all before.
         begun: the number of collectives of the default group that it had begun at the agent's last `messages.Look`.
         flights: its collectives by torch's flight recorder at that time, see `ipc.flights`.
         waited_ns: how long backward has waited for the other ranks' gradients, in the `waits` steps that DDP measured.
@@ -96,6 +101,7 @@ class StatusPage:
     begun = _Word(18)
     waited_ns = _Word(19)
     waits = _Word(20)
+    looks = _Word(21)
 
     data_ns = _Word(32)
     save_ns = _Word(33)
@@ -125,6 +131,11 @@ class StatusPage:
     def text(self) -> bytes:
         """The text behind the words."""
         return self._map[PAGE_BYTES:].partition(b"\0")[0]
+
+    def clear_text(self) -> None:
+        """Remove the text behind the words."""
+        length = len(self.text())
+        self._map[PAGE_BYTES : PAGE_BYTES + length] = bytes(length)
 
     @property
     def flights(self) -> str:

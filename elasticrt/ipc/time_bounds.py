@@ -67,7 +67,10 @@ START_UNKNOWN_S = 3.0
 """The same if it is not known whether the script has one."""
 
 STACKS_S_MAX = 2.0
-"""How long to wait for a worker's stacks. On an idle machine the signal handler needs less than a millisecond."""
+"""How long to wait for a worker's stacks. On an idle machine it needs less than a millisecond."""
+
+STACKS_ASKED_S, STACKS_RUNS_S = 0.3, 1.0
+"""A worker that has not written its stack by then gets a signal: sooner if its main thread sleeps than if it runs."""
 
 STACKS_LOOK_S = 0.02
 """Between two looks for them."""

@@ -19,6 +19,7 @@ import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from elasticrt import events
@@ -195,7 +196,6 @@ class HangMonitor:
                 self._goes_on(generation, max(at) - self._last_at)
         self._last_at = max(at)
         if self._stand.times > before.times:
-            self._group.look(generation)
             self.ask(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
         return before.times > 0 and before.step != step
 
@@ -363,7 +363,11 @@ class HangMonitor:
         """Ask all workers of a generation, or `local_ranks`, for their stacks. `blank`: the answer without lines."""
         group, generation, pids = self._group, blank.generation, self._group.pids(blank.generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
-        self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
+
+        def signal(number: int, ranks: Sequence[int]) -> None:
+            group.signal(number, generation, ranks)
+
+        self._take(workers, partial(group.look, generation), signal, self._put, blank)
 
     def report(self, stacks: Stacks) -> Failure | None:
         """Report `stacks`. Returns the failure, if they are final."""

@@ -1,7 +1,8 @@
 """The stacks of the workers' main threads, as text.
 
-A worker with a Loop writes its stack on its status page when it gets `STACKS_SIGNAL`, by `faulthandler`, which works
-while the interpreter hangs. If a worker does not answer, the state of its process is given instead.
+A worker's link writes the stack of the main thread on the status page when the agent asks. One that does not, because
+its interpreter hangs or it has no Loop, gets `STACKS_SIGNAL`, at which `faulthandler` writes it. If it does not answer
+that either, the state of its process is given instead.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ from typing import Literal
 
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.ipc.proc import state_of
-from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
-from elasticrt.ipc.time_bounds import STACKS_LOOK_S, STACKS_S_MAX
+from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL, StatusPage
+from elasticrt.ipc.time_bounds import STACKS_ASKED_S, STACKS_LOOK_S, STACKS_RUNS_S, STACKS_S_MAX
 from elasticrt.liveness.culprit import STATES
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
 
 LINES_MAX = 120
-# The first line of each answer, by faulthandler.
-BEGINS = "Stack (most recent call first):"
 
 
 @dataclass(frozen=True)
@@ -45,21 +44,29 @@ class Stacks:
 
 def take(
     workers: Mapping[int, tuple[int, StatusPage]],
-    signal: Callable[[int], None],
+    look: Callable[[], None],
+    signal: Callable[[int, Sequence[int]], None],
     put: Callable[[Stacks], None],
     blank: Stacks,
 ) -> None:
-    """Ask `workers` (process id and status page, by local rank) for their stacks; `signal` sends all of them a signal.
+    """Take the stacks of `workers` (process id and status page, by local rank).
 
-    `put` takes the answer within a few seconds, on another thread: `blank` with its lines.
+    `look` sends them the message, `signal` a signal to local ranks. `put` takes the answer within a few seconds:
+    `blank` with its lines. Both of these are called on another thread.
     """
-    before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
-    if all(_catches(pid) for pid, _ in workers.values()):  # The signal ends a process without a handler.
-        signal(STACKS_SIGNAL)
+    answers = {rank: Answer(pid, page) for rank, (pid, page) in workers.items()}
+    look()
 
     def work() -> None:
-        said = {rank: tuple(_text_of(pid, page, before[rank])[:LINES_MAX]) for rank, (pid, page) in workers.items()}
-        put(replace(blank, lines=said))
+        began, signalled, missing = time.monotonic(), set[int](), list(answers)
+        while missing and (waited_s := time.monotonic() - began) < STACKS_S_MAX:
+            silent = [rank for rank in missing if rank not in signalled and answers[rank].is_to_signal(waited_s)]
+            if silent:
+                signal(STACKS_SIGNAL, silent)
+                signalled.update(silent)
+            time.sleep(STACKS_LOOK_S)
+            missing = [rank for rank in missing if not answers[rank].whole()]
+        put(replace(blank, lines={rank: tuple(each.lines()[:LINES_MAX]) for rank, each in answers.items()}))
 
     threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
 
@@ -87,22 +94,41 @@ def main_thread(lines: Sequence[str]) -> list[str]:
     return frames
 
 
-def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
-    """The text that the worker has added to its page, whose length was `before`, once it has stopped writing."""
-    deadline, length = time.monotonic() + STACKS_S_MAX, before
-    while time.monotonic() < deadline:
-        now = len(page.text())
-        if now == length > before:
-            break
-        length = now
-        time.sleep(STACKS_LOOK_S)
-    if length == before:
-        state = state_of(pid)
-        how = STATES.get(state, f"is in state {state}") if state else "has ended"
-        return [f"it has not answered within {STACKS_S_MAX:g} s, and {how}"]
-    # While an earlier answer was being written, the text before has ended in the middle of a stack.
-    whole = page.text()[before:].decode(errors="replace").rpartition(BEGINS)
-    return "".join(whole[1:]).strip().splitlines()
+class Answer:
+    """What a worker has written since it was asked."""
+
+    def __init__(self, pid: int, page: StatusPage) -> None:
+        self.pid, self._page = pid, page
+        self._looks, self._length = page.looks, len(page.text())
+        self._now = self._length
+
+    def looked(self) -> bool:
+        """Whether its link has answered."""
+        return self._page.looks != self._looks
+
+    def is_to_signal(self, waited_s: float) -> bool:
+        """Whether it gets the signal, so many seconds after it was asked: if its main thread runs, it is late.
+
+        That may run Python code, whose frames faulthandler would read while they change.
+        """
+        late = waited_s >= STACKS_ASKED_S and (waited_s >= STACKS_RUNS_S or state_of(self.pid) != "R")
+        return late and not self.looked() and _catches(self.pid)  # The signal ends a process without a handler.
+
+    def whole(self) -> bool:
+        """Whether it has answered, and writes no more since the last call."""
+        before, self._now = self._now, len(self._page.text())
+        return self.looked() or self._now == before > self._length
+
+    def lines(self) -> list[str]:
+        """The stack; if there is none, why."""
+        text = self._page.text() if self.looked() else self._page.text()[self._length :]
+        if not text:
+            state = state_of(self.pid)
+            how = STATES.get(state, f"is in state {state}") if state else "has ended"
+            return [f"it has not answered within {STACKS_S_MAX:g} s, and {how}"]
+        # While an earlier answer was being written, the text before has ended in the middle of a stack.
+        whole = text.decode(errors="replace").rpartition(STACK_BEGINS)
+        return "".join(whole[1:]).strip().splitlines()
 
 
 def _catches(pid: int) -> bool:

@@ -138,7 +138,7 @@ class WorkerGroup:
         self._signal(generation, number, local_ranks, stops=False)
 
     def look(self, generation: int) -> None:
-        """Ask workers of `generation` to write on their pages how many collectives they have begun."""
+        """Ask workers of `generation` to write on their pages what they do: their stacks and collectives."""
         for worker in self._of(generation):
             worker.tell(Look())
 

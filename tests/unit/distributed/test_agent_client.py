@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from elasticrt import ConfigError
 from elasticrt.distributed import agent_client
-from elasticrt.ipc.messages import Claim, Done, Release, Reply, Step
-from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL
+from elasticrt.ipc.messages import Claim, Done, Look, Release, Reply, Step
+from elasticrt.ipc.status_page import PAGE_BYTES, STACK_BEGINS, StatusPage
+from elasticrt.liveness import stacks
+from elasticrt.liveness.stacks import Stacks
 from tests.fake_worker import Agent, forget, under
 from tests.servers import wait_until
 
@@ -157,29 +161,68 @@ def work() -> None:
         json.loads('{"a": [1, 2]}')
 
 
-def test_thousands_of_looks_at_its_stack_harm_no_process(monkeypatch):
-    """W07, W08: a healthy worker whose stack is asked for lives on, also while its other threads run Python code."""
-    page = os.memfd_create("page")
-    os.truncate(page, PAGE_BYTES)
-    with under(Agent(), monkeypatch, page_fd=page):
-        child = os.fork()
-        if child == 0:
-            gc.freeze()  # As in every worker: what other tests have left has its threads in the parent.
-            agent_client.show_stacks()
-            threading.Thread(target=work, daemon=True).start()
-            os.write(page, b" ")
-            while True:
-                time.sleep(0.001)
-        wait_until(lambda: os.pread(page, 1, PAGE_BYTES) == b" ", "its handler")
+def of_child(page_fd: int, main: Callable[[], object]) -> int:
+    """The process id of a worker that runs `main` and shows its stack, on the page."""
+    child = os.fork()
+    if child == 0:
+        gc.freeze()  # As in every worker: what other tests have left has its threads in the parent.
         try:
-            for _ in range(3000):
-                os.kill(child, STACKS_SIGNAL)
-                time.sleep(0.0003)
-            ended = os.waitpid(child, os.WNOHANG)
+            agent_client.agent_link()
+            agent_client.show_stacks()
+            StatusPage(page_fd).entered = 1
+            main()
+        finally:
+            os._exit(1)
+    wait_until(lambda: StatusPage(page_fd).entered, "it shows its stack")
+    return child
+
+
+def test_thousands_of_looks_at_its_stack_harm_no_process(monkeypatch):
+    """W07, W08: a healthy worker that is asked for its stack lives on, and only the newest one is on its page."""
+    page_fd = StatusPage.create()
+    agent = Agent()
+    with under(agent, monkeypatch, page_fd=page_fd):
+        child, page = of_child(page_fd, work), StatusPage(page_fd)
+        try:
+            for number in range(3000):
+                agent.channel.send(Look())
+                wait_until(lambda number=number: page.looks > number, "its stack")
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
         finally:
             os.kill(child, signal.SIGKILL)
-    assert ended == (0, 0)
-    os.waitpid(child, 0)
-    text = os.pread(page, 4096, PAGE_BYTES).decode()
-    os.close(page)
-    assert "test_thousands_of_looks" in text
+            os.waitpid(child, 0)
+    text = page.text().decode()
+    os.close(page_fd)
+    assert text.count(STACK_BEGINS) == 1
+    assert "in work" in text
+
+
+def hang() -> None:
+    """Hold the interpreter's lock in C."""
+    pow(3, 10**9)
+
+
+@pytest.mark.parametrize("main", [hang, signal.pause])
+def test_stacks_are_taken_by_a_signal_only_where_the_interpreter_hangs(monkeypatch, main):
+    """W07, W08: the link answers beside a main thread that waits; faulthandler where nothing in Python can."""
+    page_fd = StatusPage.create()
+    agent, found, signalled = Agent(), queue.SimpleQueue[Stacks](), []
+    with under(agent, monkeypatch, page_fd=page_fd):
+        child = of_child(page_fd, main)
+
+        def send(number, ranks):
+            signalled.append(ranks)
+            os.kill(child, number)
+
+        workers = {3: (child, StatusPage(page_fd))}
+        blank = Stacks("stalled", 1, 5, 3.0, False)
+        try:
+            stacks.take(workers, lambda: agent.channel.send(Look()), send, found.put, blank)
+            taken = found.get(timeout=30)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    os.close(page_fd)
+    assert signalled == ([[3]] if main is hang else [])
+    assert taken.lines[3][0] == STACK_BEGINS
+    assert ("in hang" if main is hang else "in of_child") in taken.lines[3][1]

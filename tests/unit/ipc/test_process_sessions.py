@@ -16,8 +16,7 @@ from elasticrt.ipc import process_sessions
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 from elasticrt.ipc.proc import start_of
-from elasticrt.ipc.status_page import STACKS_SIGNAL
-from elasticrt.liveness.stacks import BEGINS
+from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
 
@@ -92,7 +91,7 @@ def test_only_the_main_thread_gets_a_signal_that_asks_for_its_stack():
                 process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
             for _ in range(2):
                 frames = [process.stdout.readline() for _ in range(3)]
-                assert frames[0] == BEGINS + "\n"
+                assert frames[0] == STACK_BEGINS + "\n"
                 assert "in main_thread" in frames[1]
         late.cancel()
         process.kill()

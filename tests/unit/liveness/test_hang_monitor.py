@@ -19,10 +19,10 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
-from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, StatusPage
+from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, StatusPage
 from elasticrt.liveness.culprit import Position
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, positions_in, where
-from elasticrt.liveness.stacks import BEGINS, Stacks, _text_of, main_thread
+from elasticrt.liveness.stacks import Answer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
 from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
@@ -103,10 +103,13 @@ def test_where_it_is():
 
 def test_an_answer_begins_with_a_stack_although_the_one_before_was_being_written():
     """W09: the rest of that one lacks the innermost frames, and would tell another place."""
-    text = f'{BEGINS}\n  File "a.py", line 1 in stuck\n  File "a.py", line 9 in <module>\n'.encode()
-    page = SimpleNamespace(text=lambda: 2 * text)
-    for before in (len(text), len(text) // 2):
-        found = _text_of(os.getpid(), page, before)
+    text = f'{STACK_BEGINS}\n  File "a.py", line 1 in stuck\n  File "a.py", line 9 in <module>\n'.encode()
+    for before in (text, text[: len(text) // 2]):
+        page = SimpleNamespace(text=lambda before=before: before, looks=1)
+        answer = Answer(os.getpid(), page)
+        page.text = lambda: 2 * text
+        assert [answer.whole() for _ in range(2)] == [False, True]
+        found = answer.lines()
         assert main_thread(found)[0] == '  File "a.py", line 1 in stuck'
         assert len(found) == 3
 
@@ -147,7 +150,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     event_log.follow(lambda record: kept.append(record.event))
     line = '  File "/a/train.py", line 7 in stuck'
 
-    def take(_workers: object, _signal: object, put: object, blank: Stacks) -> None:
+    def take(_workers: object, _look: object, _signal: object, put: object, blank: Stacks) -> None:
         stacks.put(replace(blank, lines={0: (line,)}))
 
     page = StatusPage(StatusPage.create())
@@ -192,7 +195,7 @@ def monitor_of_one_that_is_stuck(
     lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
     monitor = HangMonitor(
         settings_of(directory), found.put, event_log, lambda _: None, **of_one(page),
-        take=lambda _workers, _signal, put, blank: put(replace(blank, lines=lines)),
+        take=lambda _workers, _look, _signal, put, blank: put(replace(blank, lines=lines)),
     )  # fmt: skip
     return monitor, found, kept
 
@@ -329,7 +332,7 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
         EventLog("n0", None),
         lambda _: None,
         **of_one(page) | {"state_of": lambda _: "T"},
-        take=lambda _workers, _signal, _put, blank: kept.append(blank),
+        take=lambda _workers, _look, _signal, _put, blank: kept.append(blank),
     )
     page.entered, page.stepping = 119, FIRST_BATCH
     for tick in range(400):
