@@ -135,6 +135,19 @@ def test_whatever_changes_numpy_s_generator_is_seen() -> None:
         np.random.set_state(state)
 
 
+def test_whatever_changes_python_s_generator_is_seen() -> None:
+    """Its state is made anew only when it has changed: by drawing, seeding, or half of a pair of normal numbers."""
+    assert rng_state._memory_of_pythons() is not None
+    state = random.getstate()
+    changes = [random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: None,
+               lambda: random.seed(3), lambda: random.setstate(state), lambda: random.shuffle([1, 2, 3]),
+               lambda: random.gauss(0, 1), lambda: random.setstate((*random.getstate()[:2], None))]  # fmt: skip
+    for change in changes:
+        change()
+        for _ in range(2):
+            assert rng_state.note()["python"] == random.getstate()
+
+
 @pytest.mark.parametrize("saved, now", [("PCG64", "MT19937"), ("MT19937", "PCG64"), ("PCG64", "SFC64")])
 def test_another_generator_of_numpy_s_than_the_saved_one_is_refused(saved: str, now: str) -> None:
     """In words: neither can go on from the other's state."""
