@@ -1,8 +1,8 @@
 """Carries out what workers ask of etcd: commits and shared preparations, all fenced by their generation.
 
 It has a thread of its own, so that a slow etcd delays the worker that asked and never the agent's loop. Each request is
-answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away the answer is
-"unsure", and the worker asks again.
+answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away, or the lease
+has ended, the answer is "unsure", and the worker asks again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ERRNO, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
-from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
+from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreUnavailable
 from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class StoreRequests:
             return self._settle(asked, request)
         except StoreUnavailable as error:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
+        except LeaseLost as error:  # The agent gets another one.
+            return Reply(request.request, False, str(error), refusal="unsure")
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 

@@ -214,9 +214,9 @@ class Reply:
     """The answer to the request of the same number.
 
     `refusal` is for the worker, `reason` for people. "unsure": etcd did not answer, so the request may have taken
-    effect, and may be repeated. "taken": the `reason` is another live run, which saves to the directory. "over": the
-    generation of a save is over, and whoever has that state in the next one saves it again. "" where nothing else
-    follows from it.
+    effect, or the node's lease has ended; it may be repeated. "taken": the `reason` is another live run, which saves to
+    the directory. "over": the generation of a save is over, and whoever has that state in the next one saves it again.
+    "" where nothing else follows from it.
     """
 
     request: int

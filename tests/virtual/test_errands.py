@@ -91,6 +91,16 @@ def test_a_claim_ends_with_the_lease_of_the_life_that_made_it() -> None:
     assert _claim(errands, "b", later) == "yes"
 
 
+def test_a_claim_is_asked_for_again_when_the_lease_has_ended() -> None:
+    """S9: the agent gets another lease, with which the claim that its worker asks for again succeeds."""
+    server = MemoryServer(lambda: 0.0)
+    errands = StoreRequests(MemoryStore(server), Keys("run"), lambda _: None)
+    former, later = server.grant(5.0).lease_id, server.grant(5.0).lease_id
+    server.revoke(former)
+    assert _claim(errands, "a", former).startswith("unsure: lease ")
+    assert _claim(errands, "a", later) == "yes"
+
+
 def test_a_commit_that_happened_is_no_refusal_after_its_worker_has_moved_on() -> None:
     """S8: the answer was lost, and the worker has another seat when it asks again: it is told what has happened."""
     server = MemoryServer(lambda: 0.0)
