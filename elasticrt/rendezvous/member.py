@@ -41,13 +41,13 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.outage import RIDE_THROUGH_S, Heard, Outage, ride_out
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Report, Result, Seat, decode, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.registration import Entered
+from elasticrt.rendezvous.registration import Entered, Kept
 from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
 from elasticrt.rendezvous.transactions import Guard
 from elasticrt.rendezvous.view import Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import KeyValue, LeaseLost, StoreFull, StoreUnavailable, Txn
+from elasticrt.store.protocol import LeaseLost, StoreFull, StoreUnavailable, Txn
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Member:
         self.outage = Outage(say)
         self.replica = Replica(me.record.node, Keys(run_id), note)
         self._token = token
+        self._say = say
         self._note = note
         self._seats_per_chunk = seats_per_chunk
         # The key of this node's newest report, and its mod revision; None while it is not known what became of a try.
@@ -340,16 +341,19 @@ class Member:
             if answer is None:
                 _, now = yield Pause(LOOK_AGAIN_S)
                 continue
-            other = decode(MemberRecord, answer.key, answer.value)
+            other = decode(MemberRecord, answer.key.key, answer.key.value)
             said, now = yield AskOwner(other)
-            if said == "dead":
-                evict = functools.partial(registration.evict, self.replica, answer, other)
+            if said == "dead" and not answer.unlike:
+                evict = functools.partial(registration.evict, self.replica, answer.key, other)
                 yield from ride_out(evict, how.etcd_wait_s, self._note)
-            elif how.named and (said == "alive" or now > gone_at):
-                raise DuplicateError(_same_name(other))
-            elif how.named:
+            elif (how.named or answer.unlike) and (said == "alive" or now > gone_at):
+                run_id = self.replica.keys.run_id
+                raise DuplicateError(_other_options(run_id, answer.unlike) if answer.unlike else _same_name(other))
+            elif how.named or answer.unlike:
                 # Nobody answers, as after a power loss. Only a live agent keeps its key for longer than its lease.
-                gone_at = min(gone_at, now + 2 * self.me.spec.lease_ttl_s)
+                if gone_at == math.inf:
+                    gone_at = now + 2 * answer.lease_ttl_s
+                    self._say(_waits_for(other, answer))
                 yield Pause(LOOK_AGAIN_S)
             else:
                 tries += 1
@@ -357,7 +361,7 @@ class Member:
                 self._forget()
         raise how.too_late
 
-    def _enter_once(self, *, again: bool) -> Conversation[Entered | Result | KeyValue | None]:
+    def _enter_once(self, *, again: bool) -> Conversation[Entered | Result | Kept | None]:
         try:
             me = self.me
             return (yield from registration.enter(self.replica, me.spec, me.record, self.lease_id, again=again))
@@ -381,6 +385,13 @@ class Member:
         return registration.leave(self.replica, record, left)
 
 
+def _waits_for(other: MemberRecord, kept: Kept) -> str:
+    """What a newcomer waits for whom such a key keeps out."""
+    gone = f"the agent of node {other.node} does not answer at {other.address}"
+    begun = f"the run had other options ({kept.unlike})" if kept.unlike else "it had this node's name"
+    return f"{gone}, and {begun}: waiting until its lease ends, {2 * kept.lease_ttl_s:g} s at most"
+
+
 def _same_name(other: MemberRecord) -> str:
     return explain(
         "a live agent has this node's name",
@@ -388,4 +399,14 @@ def _same_name(other: MemberRecord) -> str:
         got=f"pid {other.pid} at {other.address}",
         expected="one agent per node name",
         remedy="Give this one another --node, or leave --node out",
+    )
+
+
+def _other_options(run_id: str, unlike: str) -> str:
+    return explain(
+        "this run is alive with other options",
+        f"run {run_id}",
+        got=unlike,
+        expected="the same options on every node",
+        remedy="Start this node with the run's options, or choose another --run-id",
     )

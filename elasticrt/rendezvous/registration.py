@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticrt.errors import DuplicateError, explain
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Member, Report, Result, SpecRecord, decode
 from elasticrt.rendezvous.replica import Replica
@@ -24,9 +23,24 @@ class Entered:
     spec: RunSpec
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A key that keeps a newcomer out, as long as its owner lives or its lease has not ended.
+
+    Attributes:
+        key: of a member with the newcomer's name, or of any member of a run with other options.
+        unlike: these options; "" if it is the name.
+        lease_ttl_s: of the leases of its run, in seconds.
+    """
+
+    key: KeyValue
+    unlike: str
+    lease_ttl_s: float
+
+
 def enter(
     replica: Replica, spec: RunSpec, member: Member, lease: int, *, again: bool
-) -> Conversation[Entered | Result | KeyValue | None]:
+) -> Conversation[Entered | Result | Kept | None]:
     """One try to register for the first time.
 
     Args:
@@ -37,11 +51,9 @@ def enter(
         again: whether a run that has succeeded is to be run once more.
 
     Returns:
-        Entered: registered. Result: the run has succeeded before, so there is nothing to do. KeyValue: the key of
-        another life with this name; the caller finds out whether that life still lives. None: another member was
-        faster, or members of an attempt that has ended are still leaving. Try again soon.
-
-    Raises DuplicateError when live members run with other options.
+        Entered: registered. Result: the run has succeeded before, so there is nothing to do. Kept: the caller finds
+        out whether the owner of that key still lives. None: another member was faster, or members of an attempt that
+        has ended are still leaving. Try again soon.
     """
     keys, own = replica.keys, replica.keys.member(member.node)
     # In this order: an earlier try whose answer was lost, and which arrives only now, writes the spec and the key.
@@ -49,7 +61,7 @@ def enter(
     stored = yield from replica.record(SpecRecord, keys.spec)
     if mine is not None:
         if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
-            return mine
+            return Kept(mine, "", stored[0].spec.lease_ttl_s if stored else spec.lease_ttl_s)
         return Entered(stored[0].attempt, stored[0].spec) if stored else None
     generation = yield from replica.look_up(keys.generation)
     alive = (yield from replica.read(keys.members, limit=1))[0].keys
@@ -57,7 +69,10 @@ def enter(
         return None
     known = stored[0] if stored is not None else None
     result = (yield from replica.record(Result, keys.result(known.attempt))) if known is not None else None
-    place = _place(keys.run_id, spec, known, result[0] if result is not None else None, alive=bool(alive), again=again)
+    place = _place(spec, known, result[0] if result is not None else None, alive=bool(alive), again=again)
+    if isinstance(place, str):
+        assert known is not None, "a run with members has options"
+        return Kept(alive[0], place, known.spec.lease_ttl_s)
     if not isinstance(place, Entered):
         return place
     guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.value if generation else b"")
@@ -71,11 +86,11 @@ def enter(
 
 
 def _place(
-    run_id: str, spec: RunSpec, stored: SpecRecord | None, result: Result | None, *, alive: bool, again: bool
-) -> Entered | Result | None:
-    """Where a newcomer belongs. `result` is that of the attempt in `stored`; `alive`: the run has live members.
+    spec: RunSpec, stored: SpecRecord | None, result: Result | None, *, alive: bool, again: bool
+) -> Entered | Result | str | None:
+    """Where a newcomer belongs. `result` is that of the attempt in `stored`; `alive`: the run has members.
 
-    Returns and raises as `enter`.
+    Returns as `enter`, and in place of a key the options in which its members differ.
     """
     if stored is None:
         return Entered(1, spec)
@@ -85,12 +100,11 @@ def _place(
         if result.status == "succeeded" and not again:
             return result
         return Entered(stored.attempt + 1, spec)
+    if result is not None:
+        return None
     if stored.resized:
         spec = resized(spec, stored.spec)
-    unlike = difference(spec, stored.spec)
-    if unlike:
-        raise DuplicateError(_other_options(run_id, unlike))
-    return Entered(stored.attempt, spec) if result is None else None
+    return difference(spec, stored.spec) or Entered(stored.attempt, spec)
 
 
 def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[None]:
@@ -150,13 +164,3 @@ def leave(
 def _same_process(one: Member, other: Member) -> bool:
     """Whether two lives are those of one agent: it holds its probe port from its start to its end."""
     return (one.address, one.probe_port, one.pid) == (other.address, other.probe_port, other.pid)
-
-
-def _other_options(run_id: str, unlike: str) -> str:
-    return explain(
-        "this run is alive with other options",
-        f"run {run_id}",
-        got=unlike,
-        expected="the same options on every node",
-        remedy="Start this node with the run's options, or choose another --run-id",
-    )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrt.errors import DuplicateError
+from elasticrt.errors import DuplicateError, StoreError
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import End, Leave
 from elasticrt.rendezvous.records import Result
@@ -188,12 +188,38 @@ def test_a_finished_run_is_not_run_again_by_accident() -> None:
 def test_other_options_are_refused_while_members_live() -> None:
     """A15: a joiner whose options differ is told which; with nobody alive its own options replace the old."""
     world = running(1)
-    other = World(spec(max_nodes=3))
-    other.server = world.server
-    stranger = VirtualMember(other, "n9")
+    world.spec = spec(max_nodes=3)
+    stranger = VirtualMember(world, "n9")
     with pytest.raises(DuplicateError, match="--max-nodes: 3 here, 4 in the run"):
         stranger.enter()
     world.server.revoke(world.members["n0"].member.lease_id)
     stranger.enter()
     assert stranger.view.spec is not None
     assert stranger.view.spec.record.spec.max_nodes == 3
+
+
+def test_other_options_replace_those_of_a_run_that_was_killed_when_its_leases_end() -> None:
+    """A15: its members' keys outlive it; a newcomer says that it waits, and takes no key away."""
+    world = running(2, lease_ttl_s=2.0)
+    for member in world.members.values():
+        member.crash()
+    world.spec = spec(max_nodes=3, lease_ttl_s=2.0)
+    stranger, began = VirtualMember(world, "n9"), world.now
+    assert stranger.enter() is None
+    assert stranger.me.spec.max_nodes == 3
+    assert 1.0 < world.now - began < 2.2
+    options = "the run had other options (--max-nodes: 3 here, 4 in the run)"
+    assert sum(f"{options}: waiting until its lease ends, 4 s at most" in said for said in stranger.said) == 1
+
+
+def test_who_comes_with_other_options_waits_until_the_members_of_an_ended_attempt_have_left() -> None:
+    """They may need seconds to leave: it is the result that counts, not that they are still there."""
+    world = running(1, max_nodes=1)
+    world.members["n0"].report("ok")
+    world.settle()
+    world.spec = spec(max_nodes=3)
+    stranger = VirtualMember(world, "n9")
+    with pytest.raises(StoreError, match="it could not join"):
+        stranger.enter()
+    world.server.revoke(world.members["n0"].member.lease_id)
+    assert isinstance(stranger.enter(), Result)

@@ -71,7 +71,7 @@ class VirtualMember:
             seats_per_chunk=2,  # So that rosters are to be read, as in large runs.
         )
         self.store = self.world.connect()
-        self.driver = StoreDriver(self.store, self.notices.append, self.world, grant=self._grant)
+        self.driver = StoreDriver(self.store, self.notices.append, self.world, grant=self._grant, probe=self._probe)
 
     def connect(self, store: MemoryStore) -> None:
         """Talk to the store by this client from now on."""
@@ -79,6 +79,12 @@ class VirtualMember:
 
     def _grant(self) -> Lease:
         return self.store.grant(self.world.spec.lease_ttl_s)
+
+    def _probe(self, address: str, port: int, incarnation: str) -> str:
+        seat = Seat(
+            node="asked", incarnation=incarnation, index=0, rank_offset=0, workers=1, address=address, probe_port=port
+        )
+        return self.world.probe(seat, self.name)
 
     def run(self, conversation: Conversation[T]) -> T:
         """Have a conversation with the store."""
