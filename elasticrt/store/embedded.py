@@ -37,6 +37,9 @@ KILLED_S_MAX = 1.0
 LOCK_S_MAX = 60.0
 """Longer than any start or stop of a server takes."""
 
+PLACE, SESSIONS = "/tmp", "/run/user"  # noqa: S108  What is there is checked.
+"""Where the runtime directory is, and where login sessions have directories of their own."""
+
 DATA_PREFIX = "elasticrt-etcd-"
 """Of the data directories, below the directory for temporary files."""
 
@@ -250,18 +253,20 @@ def _hold(data: Path) -> int:
 
 
 def runtime_directory() -> Path:
-    """`$XDG_RUNTIME_DIR/elasticrt`, `/run/user/<uid>/elasticrt` or `<temporary>/elasticrt-<uid>`, made if need be.
+    """`/tmp/elasticrt-<uid>`, made if need be; below `$XDG_RUNTIME_DIR` where that is not the login session's.
+
+    A login session's is not there for cron and services, and goes with the session: two agents of one run would have
+    two servers. It is used where another user has taken the name in /tmp.
 
     Raises ConfigError when it is not a directory that only this user can touch.
     """
     uid = os.getuid()
-    directory = Path(tempfile.gettempdir(), f"elasticrt-{uid}")
-    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"):
-        # Others may look into the parent, as long as they can make nothing there.
-        writable = Path(parent).is_absolute() and os.access(parent, os.W_OK | os.X_OK)
-        if writable and not what_is_unsafe(Path(parent).resolve(), 0o022):
-            directory = Path(parent, "elasticrt")
-            break
+    session, chosen = Path(SESSIONS, str(uid)), Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    directory = Path(PLACE, f"elasticrt-{uid}")
+    if chosen.is_absolute() and chosen.resolve() != session.resolve() and _is_ours(chosen):
+        directory = chosen / "elasticrt"
+    elif what_is_unsafe(directory) and _is_ours(session):
+        directory = session / "elasticrt"
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
@@ -275,6 +280,11 @@ def runtime_directory() -> Path:
         remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
         raise ConfigError("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
     return directory
+
+
+def _is_ours(parent: Path) -> bool:
+    """Whether this user can make something there, and no other can. Others may look into it."""
+    return os.access(parent, os.W_OK | os.X_OK) and not what_is_unsafe(parent.resolve(), 0o022)
 
 
 def what_is_unsafe(directory: Path, forbidden: int = 0o077) -> str:

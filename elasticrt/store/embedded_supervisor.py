@@ -7,6 +7,7 @@ server is ready and registered: that is what the agents wait for.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -141,6 +142,8 @@ def main(text: str) -> None:
             try:
                 etcd.start()
                 embedded.write_record(record, Served(etcd.address, me, start_of(me)))
+                # Until this process ends: systemd-tmpfiles removes no old file that is locked.
+                fcntl.flock(os.open(record, os.O_RDONLY), fcntl.LOCK_SH)
                 _answer("")
                 os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
                 keep(order["run_id"], order["linger_s"], etcd, record, signals)

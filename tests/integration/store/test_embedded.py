@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from elasticrt.errors import ConfigError, StoreError
+from elasticrt.store import embedded
 from elasticrt.store.embedded import Served, find, find_or_start, read_record, runtime_directory
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import claim
@@ -337,19 +339,44 @@ def test_unsafe_runtime_directory(runtime: Path, tmp_path: Path) -> None:
         runtime.rmdir()
 
 
+def test_the_record_of_a_server_is_locked_while_it_lives(runtime: Path) -> None:
+    """Else systemd-tmpfiles removes it from /tmp when it is old, and the next agent starts a second server."""
+    find_or_start("r", linger_s=LONG_S)
+    with (runtime / "r.json").open() as record, pytest.raises(BlockingIOError):
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_choice_of_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An XDG_RUNTIME_DIR that is missing or open to others is not used; the temporary directory then is."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    fallback = {Path(f"/run/user/{os.getuid()}/elasticrt"), tmp_path / "tmp" / f"elasticrt-{os.getuid()}"}
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    for given in ("", "relative", str(tmp_path / "missing"), str(tmp_path / "open")):
+    """It is the same in a login session and under cron. An XDG_RUNTIME_DIR that is missing or open is not used."""
+    uid = str(os.getuid())
+    place, session, opened = tmp_path / "tmp", tmp_path / "sessions" / uid, tmp_path / "open"
+    for each in (place, session, opened):
+        each.mkdir(mode=0o700, parents=True)
+    opened.chmod(0o777)
+    monkeypatch.setattr(embedded, "PLACE", str(place))
+    monkeypatch.setattr(embedded, "SESSIONS", str(session.parent))
+    for given in (str(session), "", "relative", str(tmp_path / "missing"), str(opened)):
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)
-        chosen = runtime_directory()
-        assert chosen in fallback
-        assert chosen.stat().st_mode & 0o777 == 0o700
-        chosen.rmdir()
+        assert runtime_directory() == place / f"elasticrt-{uid}"
+    assert runtime_directory().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path / "elasticrt"
+    runtime_directory().rmdir()
+
+
+def test_a_name_that_another_user_has_taken_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC10: a login session has a directory that no other user can prepare; without one it is an error."""
+    uid = str(os.getuid())
+    taken, session = tmp_path / f"elasticrt-{uid}", tmp_path / "sessions" / uid
+    taken.mkdir()
+    taken.chmod(0o777)
+    monkeypatch.setattr(embedded, "PLACE", str(tmp_path))
+    monkeypatch.setattr(embedded, "SESSIONS", str(session.parent))
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with pytest.raises(ConfigError, match="unsafe runtime directory"):
+        runtime_directory()
+    session.mkdir(mode=0o700, parents=True)
+    assert runtime_directory() == session / "elasticrt"
 
 
 def test_port_that_is_taken_is_seen() -> None:
