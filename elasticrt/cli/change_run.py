@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from elasticrt.cli.control import LeaveOptions
-from elasticrt.cli.live_run import LiveRun, live_run, options_given
+from elasticrt.cli.live_run import LiveRun, live_run
+from elasticrt.cli.options import options_given
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from elasticrt.cli.configure import read_credentials, where_etcd_is
-from elasticrt.cli.options import read
-from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
@@ -24,16 +21,9 @@ from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.sentences import state
 
-E = TypeVar("E", bound=EtcdOptions)
-
-
-def options_given(arguments: argparse.Namespace, base: E) -> E:
-    """`base` with what was given on the command line and in variables. Raises ConfigError."""
-    return read(MeetingFlags(), arguments, os.environ).placed(read(base, arguments, os.environ))
-
 
 def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str, Path] | None:
-    """The id and the directory of the run that RUN or --run-id names; None where neither is given.
+    """The id and the directory of the run that RUN or the options name; None where neither do.
 
     Raises ConfigError where RUN is a path without a run, and where it can be no name.
     """

@@ -11,14 +11,15 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elasticrt.cli.torchrun_flags import REFUSED, SECTION, variable
+from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags, variable
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import Option, options_of, yes_or_no
-from elasticrt.run_options import RunOptions
+from elasticrt.run_options import EtcdOptions, RunOptions
 
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
 
 T = TypeVar("T")
+E = TypeVar("E", bound=EtcdOptions)
 
 
 def add_command(
@@ -128,6 +129,14 @@ def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
         if text is not None:
             values[name] = parsed(option.parse if option.value else yes_or_no, where, arguments.prog)(text)
     return replace(base, **values)  # type: ignore[type-var]
+
+
+def options_given(arguments: argparse.Namespace, base: E) -> E:
+    """`base` with what was given to a command about a run that `elasticrt run` has made: the name of the run, and where
+    its agents meet, are derived as they are there. Raises ConfigError.
+    """
+    flags, options = read(MeetingFlags(), arguments, os.environ), read(base, arguments, os.environ)
+    return replace(flags.placed(options), run_id=options.run_id or flags.run_id(options))
 
 
 def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:

@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run, options_given, parsed
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
 from elasticrt.option_values import host_and_port, whole
-from elasticrt.run_options import RunOptions
+from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.board import board
 from elasticrt.story.fold import Story
@@ -60,7 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     text = "show how a run went: where its time went, what changes cost"
     made = _command(subparsers, "report", show, text, REPORT, run=True)
     made.add_argument("--html", metavar="FILE", help="write it to FILE, as the page of the dashboard")
-    _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
+    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
+    runs.add_argument("--json", action="store_true", help="print an object of JSON for each")
     text = "show the runs of this machine on a page of a browser, until interrupted"
     shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
     address = parsed(host_and_port("--listen", "127.0.0.1"), "--listen", shown.prog)
@@ -88,14 +89,16 @@ def _command(
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """The directory of the run that was named, else of the newest. With --follow it is waited for.
+    """The directory of the run that was named, here or in variables, else of the newest. With --follow it is waited
+    for.
 
     Raises ConfigError where there is none.
     """
+    run = arguments.run or options_given(arguments, EtcdOptions()).run_id
     if getattr(arguments, "follow", False):
-        return _awaited(arguments.run, arguments.log_dir)
-    if arguments.run is not None:
-        return run_dir.find(arguments.run, arguments.log_dir)
+        return _awaited(run, arguments.log_dir)
+    if run is not None:
+        return run_dir.find(run, arguments.log_dir)
     found = next(run_dir.newest(arguments.log_dir), None)
     if found is None:
         what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
@@ -148,6 +151,10 @@ def show_runs(arguments: argparse.Namespace) -> int:
     if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
         remedy = "Name the directory in which runs keep their logs"
         raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
+    if arguments.json:
+        for story in map(run_dir.read, run_dir.newest(arguments.log_dir)):
+            write(sys.stdout, json_text(report.as_object(story, story.present(time.time()))) + "\n")
+        return EXIT_OK
     rows = [("run", "begun", "nodes", "steps", "goodput", "")]
     found = run_dir.newest(arguments.log_dir)
     for directory in islice(found, RUNS_SHOWN):

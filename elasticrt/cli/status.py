@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from elasticrt.cli.live_run import LiveRun, live_here, named_run, opened, options_given, which_run
+from elasticrt.cli.live_run import LiveRun, live_here, named_run, opened, which_run
+from elasticrt.cli.options import options_given
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import has_reader, write

@@ -98,6 +98,13 @@ class MeetingFlags:
             return replace(options, etcd=parse_endpoints(self.rdzv_endpoint, "--rdzv-endpoint"))
         return replace(options, meet_at=meeting_place(self.rdzv_endpoint))
 
+    def run_id(self, options: EtcdOptions) -> str | None:
+        """A name for the run, made from the endpoint of all its agents; torchrun calls such a run "none"."""
+        # No other node can know a free port of this machine, as `HOST:0` asks for.
+        if not self.rdzv_endpoint or self.rdzv_endpoint.endswith(":0"):
+            return None
+        return None if options.etcd or self.rdzv_backend in _THEIR_ETCD else parse.as_name(self.rdzv_endpoint)
+
 
 def meeting_place(text: str) -> Address | None:
     """The address of `HOST` or `HOST:PORT`; None where only agents of this machine can meet. Raises ConfigError."""
@@ -157,9 +164,10 @@ class TorchrunFlags(MeetingFlags):
                 endpoint = where
         if self.monitor_interval is not None:
             notes.append("--monitor-interval has no effect: nothing is polled, a worker's end is an event")
-        made = self._run_of(options, endpoint) if options.run_id is None else None
+        meeting = replace(self, rdzv_endpoint=endpoint)
+        made = meeting.run_id(options) if options.run_id is None and options.nnodes[1] > 1 else None
         return replace(
-            replace(self, rdzv_endpoint=endpoint).placed(options),
+            meeting.placed(options),
             run_id=options.run_id or made,
             # Nobody has named a run to go on with: the same command again is another training, as with torchrun.
             again=options.again or made is not None,
@@ -167,14 +175,6 @@ class TorchrunFlags(MeetingFlags):
             prefix=TEE_PREFIX if self.tee != NO_STREAMS else None,
             notes=tuple(notes),
         )
-
-    def _run_of(self, options: RunOptions, endpoint: str) -> str | None:
-        """A name for the run, made from the endpoint of all its agents; torchrun calls such a run "none"."""
-        # No other node can know a free port of this machine, as `HOST:0` asks for.
-        alone = options.nnodes[1] == 1 or endpoint.endswith(":0")
-        if not endpoint or alone or options.etcd or self.rdzv_backend in _THEIR_ETCD:
-            return None
-        return parse.as_name(endpoint)
 
 
 def _standalone(options: RunOptions) -> RunOptions:

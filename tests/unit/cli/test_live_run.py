@@ -120,6 +120,21 @@ def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named_run(_arguments("calm-fox"), EtcdOptions()) == ("calm-fox", Path("calm-fox"))
 
 
+def test_a_run_that_has_its_name_from_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` and `stop` mean the run that `elasticrt run` makes of these words; an etcd's endpoint is no name."""
+    _run("calm-fox", lives=False)
+    _run("127.0.0.1-29400", lives=False)
+    for command in ("status", "stop"):
+        main([command, "--rdzv-endpoint", "127.0.0.1:29400", "--log-dir", "runs"])
+        said = capsys.readouterr()
+        assert "127.0.0.1-29400" in said.out + said.err
+    assert main(["status", "--rdzv-endpoint", "localhost:0", "--log-dir", "runs"]) == 0
+    assert "run 127.0.0.1-29400" in capsys.readouterr().out
+    ours = ("--rdzv-backend", "etcd-v3", "--rdzv-endpoint", "127.0.0.1:9")
+    main(["status", *ours, "--log-dir", "runs"])
+    assert "127.0.0.1-9" not in capsys.readouterr().out
+
+
 def test_status_of_an_ended_run_takes_its_directory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,22 @@ def test_the_state_of_an_ended_run_for_programs(run, capsys):
     assert sum(found["seconds_by_node"]["a"].values()) == pytest.approx(13.0)
     assert [each["number"] for each in found["generations"]] == [1, 2]
     assert [each["node"] for each in found["failures"]] == ["b"]
+    assert main(["runs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+@pytest.mark.parametrize("command", [["report"], ["events"], ["events", "-f"], ["logs"], ["status"]])
+@pytest.mark.parametrize("variable", ["ELASTICRT_RUN_ID", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"])
+def test_a_run_that_a_variable_names(run, command, variable, monkeypatch, capfd):
+    """All views take it as `elasticrt run` does, for the newest only where nothing is named."""
+    monkeypatch.setenv(variable, "no-such-run")
+    if "-f" in command:
+        write(run / "elasticrt_runs" / "no-such-run", [entry for entry in LOST if entry[1] == "a"])
+        assert main(command) == 0
+        assert "waiting for" not in capfd.readouterr().err
+    else:
+        assert main(command) == 2
+        assert "no-such-run" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "shown"), [("events", '"agent_stopped"'), ("logs", "==> logs/generation-1/")])
