@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticrt import events
@@ -62,7 +63,7 @@ class HealthServer:
 
     def __init__(self, host: str, port: int, noted: HealthState) -> None:
         self.noted = noted
-        self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
+        self._names = own_names(host)
         listener = _listen(host, port)
         self.url = f"http://{bracketed(host)}:{listener.getsockname()[1]}"
         self._metrics: Metrics | None = None
@@ -133,6 +134,35 @@ def _listen(host: str, port: int) -> socket.socket:
             expected="a free port and an address of this machine",
             remedy="Choose another one (0: any free port)",
         ) from error
+
+
+def own_names(host: str) -> set[str]:
+    """By which names others may ask this machine, at `host`: what it knows of them without a look-up, which may hang."""
+    hosts, resolv = (_text_of(path) for path in ("/etc/hosts", "/etc/resolv.conf"))
+    return {"", "localhost", host.lower(), *names_of(socket.gethostname(), hosts, resolv)}
+
+
+def names_of(hostname: str, hosts: str, resolv: str) -> set[str]:
+    """The name of a machine, and its full names: those beside it in /etc/hosts, and in the search domains. Pure.
+
+    `hosts` and `resolv` are the texts of /etc/hosts and /etc/resolv.conf. The machine's administrator has written the
+    former. A page can only have one of the latter if its DNS answers for a search domain: then the short name leads to
+    that page as well.
+    """
+    own = hostname.lower()
+    names, domains = {own}, list[str]()
+    for fields in (line.partition("#")[0].lower().split() for line in hosts.splitlines()):
+        names.update(fields[1:] if own in fields[1:] else ())
+    for fields in (line.lower().split() for line in resolv.splitlines()):
+        domains = fields[1:] if fields[:1] in (["search"], ["domain"]) else domains
+    return names | {f"{own}.{domain.strip('.')}" for domain in domains}
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # Then there are no more names.
+        return ""
 
 
 def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from elasticrt.agent.health_server import is_foreign
+from elasticrt.agent.health_server import is_foreign, own_names
 from elasticrt.cli.report import PAGE
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.std_streams import write
@@ -66,7 +66,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.log_dir = log_dir
-        self.names = {"", "localhost", host.lower(), socket.gethostname().lower()}
+        self.names = own_names(host)
         self.token = "" if is_loopback(Address("http", host, port)) else secrets.token_urlsafe(24)
         host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  Compared, not bound.
         self.url = f"http://{bracketed(host)}:{self.server_address[1]}/" + (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elasticrt import events
-from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
+from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer, names_of
 from elasticrt.agent.health_state import (
     CUT_OFF_S,
     LIVE_S,
@@ -293,6 +293,22 @@ def test_host_that_is_asked_for(server: HealthServer, host: str | None, status: 
         field = "" if host is None else f"Host: {host}\r\n"
         client.sendall(f"GET /live HTTP/1.1\r\n{field}\r\n".encode())
         assert client.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "resolv", "full"),
+    [
+        ("", "", set()),
+        ("127.0.1.1 Node7.cluster.example node7 # evil.example\n10.0.0.8 node8.cluster.example node8\n", "",
+         {"node7.cluster.example"}),
+        ("node7 evil.example\n#10.0.0.7 node7 evil.example\n127.0.0.1 localhost\n", "", set()),
+        ("", "nameserver 10.0.0.1\ndomain old.example\nsearch cluster.example. example\noptions ndots:5\n",
+         {"node7.cluster.example", "node7.example"}),
+    ],
+)  # fmt: skip
+def test_full_names_of_a_machine(hosts: str, resolv: str, full: set[str]) -> None:
+    """SEC14: those that its own files give it, and none that DNS does."""
+    assert names_of("Node7", hosts, resolv) == {"node7", *full}
 
 
 def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
