@@ -137,7 +137,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def own_names(host: str) -> set[str]:
-    """By which names others may ask this machine, at `host`: what it knows of them without a look-up, which may hang."""
+    """By which names this machine may be asked at `host`: those that it knows without a look-up, which may hang."""
     hosts, resolv = (_text_of(path) for path in ("/etc/hosts", "/etc/resolv.conf"))
     return {"", "localhost", host.lower(), *names_of(socket.gethostname(), hosts, resolv)}
 
