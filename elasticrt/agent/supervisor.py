@@ -665,12 +665,11 @@ class Supervisor:
             self._state = replace(state, handed=state.handed | {event.local_rank}, going=left.step)
 
     def _failed_by_itself(self, event: WorkerEnded) -> bool:
-        """Whether neither a handover nor this agent explains that a worker has ended."""
+        """Whether a worker has ended in the present generation, and no handover and no next generation explain that."""
         if event.generation == 0:
             return event.local_rank in self._joining.ranks
         wanted = self._wanted is not None or self._leaves or event.local_rank in self._state.handed
-        first = all(failure.collateral for failure in self._state.failures)  # After the first, all others are ended.
-        return self._is_current(event) and first and not wanted
+        return self._is_current(event) and not wanted
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         if event.failure is not None and self._is_current(event):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elasticrt import events
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.event_log import EventLog
@@ -108,9 +109,10 @@ def rig(tmp_path: Path) -> SimpleNamespace:
     )
     settings = settings_of(tmp_path)
     settings = replace(settings, workers=2, options=replace(settings.options, stop_timeout_s=30.0))
-    supervisor = Supervisor(settings, lambda _: None, EventLog("n0", None), lambda _: None, edges)
+    log = EventLog("n0", None)
+    supervisor = Supervisor(settings, lambda _: None, log, lambda _: None, edges)
     supervisor.fold(Warm(1, "fork", "", 0.0))
-    return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped)
+    return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped, log=log)
 
 
 def test_a_generation_starts_after_stopped_workers_of_the_last_one_are_gone(rig: SimpleNamespace) -> None:
@@ -126,6 +128,19 @@ def test_a_generation_starts_after_stopped_workers_of_the_last_one_are_gone(rig:
     assert rig.group.started == [(1, [0, 1])]
     rig.supervisor.fold(GroupEnded(1))
     assert rig.group.started == [(1, [0, 1]), (2, [0, 1])]
+
+
+def test_what_a_worker_raises_after_another_was_killed_is_written(rig: SimpleNamespace) -> None:
+    """It is an event of its own, and may tell more than the first; one that its agent has ended has no failure."""
+    supervisor, written = rig.supervisor, []
+    rig.log.follow(written.append)
+    supervisor.run(generation(1), SEAT, ("n0",))
+    raises = ("Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "ValueError: empty")
+    for rank, left in enumerate((Remains(-9), Remains(1, last_lines=raises))):
+        failure = failure_of(worker("n0", rank, 1), left)
+        supervisor.fold(WorkerEnded(1, rank, rank, 100 + rank, left.code, failure))
+    told = [each.event.failure for each in written if isinstance(each.event, events.WorkerEnded)]
+    assert told == ["rank 0 on n0: killed by SIGKILL", "rank 1 on n0: exit code 1: ValueError: empty"]
 
 
 def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig: SimpleNamespace) -> None:
