@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from signal import Signals
 
-ANEW = "start again with new nodes"
-"""The cause of a generation that has no node of the one before. Whether those were killed or have left, its leader does
-not know."""
+ANEW = "start again"
+"""The cause of a generation that begins a run again. Whether the agents of the one before were killed or have left, its
+leader does not know."""
 
 
 def counted(number: int, noun: str) -> str:

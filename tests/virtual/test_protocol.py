@@ -181,7 +181,7 @@ def test_a_finished_run_is_not_run_again_by_accident() -> None:
     again.warm()
     world.members["n2"] = again
     world.settle()
-    assert [generation.number for generation, _ in again.ran] == [2]
+    assert [(generation.number, generation.cause) for generation, _ in again.ran] == [(2, "start again")]
     assert again.me.attempt == 2
 
 
