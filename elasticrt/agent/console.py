@@ -161,7 +161,7 @@ class Console:
         words = ""
         if doing is not None and now >= self._doing_since + SHOWN_AFTER_S:
             words = in_words(doing, self._doing_since, now)
-            if doing.what == "waiting for nodes" and doing.more != self._waiting_said and now >= self._wait_said_at:
+            if doing.for_people and doing.more != self._waiting_said and now >= self._wait_said_at:
                 self._waiting_said, self._wait_said_at = doing.more, now + WAIT_SAID_EVERY_S
                 self.say(words, "waiting")
         if self._last_line is not None and now >= self._draw_at:
@@ -172,7 +172,7 @@ class Console:
         """When `tick` is due after `now`, by the monotonic clock."""
         due = self._changes.due() if self.narrates else None
         found = [due - self.zero] if due is not None else []
-        if self.narrates and self._doing is not None and self._doing.what == "waiting for nodes":
+        if self.narrates and self._doing is not None and self._doing.for_people:
             found.append(self._doing_since + SHOWN_AFTER_S)
         if self._last_line is not None:
             found.append(self._draw_at)

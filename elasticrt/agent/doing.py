@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticrt.ipc.wording import counted
-from elasticrt.rendezvous.decision import Decision, Me, Wait
+from elasticrt.rendezvous.decision import Decision, Me, Register, Wait
 from elasticrt.rendezvous.leader_context import list_names
+from elasticrt.rendezvous.registration import same_process
 from elasticrt.rendezvous.view import View
 from elasticrt.story.sentences import lasted
 
 SHOWN_AFTER_S = 2.0
+
+_NODES, _NAME = "waiting for nodes", "waiting for this node's name"
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,15 @@ class Doing:
     more: str = ""
     until: float | None = None
 
+    @property
+    def for_people(self) -> bool:
+        """Whether people may have to do something, so that it is a line of its own."""
+        return self.what in (_NODES, _NAME)
 
-def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: float | None) -> Doing | None:
+
+def doing(  # noqa: PLR0912  It is one column of guards.
+    me: Me, view: View, decision: Decision, *, workers: str, drain_until: float | None
+) -> Doing | None:
     """What a member does besides training; None: nothing.
 
     Args:
@@ -38,6 +48,10 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
         workers: what its workers do before their first step; "" when they train.
         drain_until: until when it waits for its workers to hand over; None: it does not leave.
     """
+    named = view.members.get(me.record.node)
+    if isinstance(decision, Register) and named is not None and not same_process(named.record, me.record):
+        other = f"the agent with pid {named.record.pid} at {named.record.address} has it; one of the two has to end"
+        return Doing(_NAME, other)
     if view.handover is not None:
         handover = view.handover.record
         step = f", all leave after step {handover.step:,}" if handover.step else ""
@@ -51,7 +65,7 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
     if view.leads and view.complete and view.short_since is not None and (waits or not me.running):
         missing = me.spec.min_nodes - len(view.members)
         here = f"{list_names(view.members)} here, {missing} missing"
-        return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
+        return Doing(_NODES, here, view.short_since + me.spec.join_timeout_s)
     if generation is not None and waits:
         lacks, seated = me.spec.min_nodes - generation.nodes, [seat.node for seat in view.order()]
         if lacks <= 0:
@@ -62,7 +76,7 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
             parts.append(f"{list_names(newcomers)} {'sets' if len(newcomers) == 1 else 'set'} up")
         if lacks > len(newcomers):
             parts.append(f"{lacks - len(newcomers)} missing")
-        return Doing("waiting for nodes", ", ".join(parts))
+        return Doing(_NODES, ", ".join(parts))
     runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
     if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
         if workers:

@@ -388,7 +388,7 @@ class Member:
 def _waits_for(other: MemberRecord, kept: Kept) -> str:
     """What a newcomer waits for whom such a key keeps out."""
     gone = f"the agent of node {other.node} does not answer at {other.address}"
-    begun = f"the run had other options ({kept.unlike})" if kept.unlike else "it had this node's name"
+    begun = f"the run had other options ({kept.unlike})" if kept.unlike else "it has this node's name"
     return f"{gone}, and {begun}: waiting until its lease ends, {2 * kept.lease_ttl_s:g} s at most"
 
 

@@ -133,7 +133,7 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         # The key is still there, on the old lease: replace it by one on the new lease.
         txn = transactions.announce(keys, Guard.of(replica.view), member, lease)
         return bool((yield from replica.write(txn)))
-    if mine is not None and _same_process(mine.record, member):
+    if mine is not None and same_process(mine.record, member):
         # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
         yield from leave(replica, member)
         yield from replica.refresh()
@@ -152,7 +152,7 @@ def leave(
     """
     for tell in (told, told, lambda _: None):
         mine = replica.view.members.get(member.node)
-        if mine is not None and not _same_process(mine.record, member):
+        if mine is not None and not same_process(mine.record, member):
             return  # Another agent has come with this name, after a silence of this one.
         report = tell(replica.view)
         done, _ = yield Transact(transactions.leave(replica.keys, Guard.of(replica.view), report))
@@ -161,6 +161,6 @@ def leave(
         yield from replica.refresh()  # The generation has moved on, or the key does not exist any more.
 
 
-def _same_process(one: Member, other: Member) -> bool:
+def same_process(one: Member, other: Member) -> bool:
     """Whether two lives are those of one agent: it holds its probe port from its start to its end."""
     return (one.address, one.probe_port, one.pid) == (other.address, other.probe_port, other.pid)

@@ -16,7 +16,7 @@ from elasticrt.agent.doing import Doing, doing, in_words
 from elasticrt.agent.last_line import LastLine, fits, fitted
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
-from elasticrt.rendezvous.decision import Leave, Me, Run, Wait
+from elasticrt.rendezvous.decision import Leave, Me, Register, Run, Wait
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes
@@ -27,6 +27,7 @@ from tests.unit.story.told import THREE_STEPS, begun, record, started, story
 SPEC = SimpleNamespace(min_nodes=3, join_timeout_s=600.0)
 ME = Me(record=SimpleNamespace(node="a", incarnation="1", warm=True), spec=SPEC)
 COLD = replace(ME, record=SimpleNamespace(node="a", incarnation="1", warm=False))
+OTHER = SimpleNamespace(node="a", incarnation="2", warm=True, address="10.0.0.9", probe_port=1, pid=7)
 SEAT = object()
 
 
@@ -100,6 +101,16 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
         pytest.param(
             ME, view("a", generation=GENERATION, seated=True, handover=HANDOVER), Run("", None, None), "", 25.0,
             Doing("handing over", "b drained, all leave after step 120", 25.0), id="a node drains",
+        ),
+        pytest.param(
+            replace(ME, record=OTHER), view(members={"a": SimpleNamespace(record=OTHER)}), Register(""), "", None,
+            Doing("waiting for the others"), id="a former life of its own has the name",
+        ),
+        pytest.param(
+            replace(ME, record=SimpleNamespace(**{**vars(OTHER), "pid": 8})),
+            view(members={"a": SimpleNamespace(record=OTHER)}), Register(""), "", None,
+            Doing("waiting for this node's name", "the agent with pid 7 at 10.0.0.9 has it; one of the two has to end"),
+            id="another agent has the name",
         ),
     ],
 )  # fmt: skip
