@@ -277,7 +277,7 @@ class Agent(Side):
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `Side`."""
         if self.settings.options.fresh and not self.member.me.started and generation.resume is not None:
-            self.console.left_out_fresh(generation.resume.step)
+            self.console.left_out_fresh(generation.resume.reached)
         self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.order()))
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
@@ -300,7 +300,7 @@ class Agent(Side):
                 self._ask_store(event)
             case Commit():
                 self.saved, took_s = event, round(self.node.saving_s(), 3)
-                self.console.committed(events.Committed(event.step, event.generation, event.size, took_s))
+                self.console.committed(events.Committed(event.reached, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
                 if isinstance(event, WorkerSaid) and isinstance(event.message, Step):

@@ -119,8 +119,13 @@ class Console:
         if head is not None and nonce != self._head and self.story.chapters:
             _, ranks = self.story.workers.get(self._node, (0, {}))
             if ranks and 0 not in ranks:
-                self._note(events.Committed(head.record.step, head.record.generation, head.record.size), now)
+                self._note(events.Committed(head.record.reached, head.record.generation, head.record.size), now)
         self._head = nonce
+
+    def _saved(self, step: int) -> None:
+        """Note up to which step the run is saved, of which a node that stands by has not heard."""
+        if self.story.chapter is not None and step > self.story.checkpoint:
+            self._note(events.Committed(step, self.story.chapter.number), self.story.last - self.zero)
 
     def _note(self, event: events.Event, at: float) -> None:
         self.story.tell(events.Record(event, self._node, at, at + self.zero))
@@ -287,6 +292,7 @@ class Console:
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
         if chapter is not None and missed > max(reached, told):
             self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before it was"))
+        self._saved(reached)
         self._say_changes(math.inf)
         self._summarize()
         if decision.others_go_on:
@@ -318,6 +324,7 @@ class Console:
 
     def ended(self, result: Result, *, leads: bool) -> None:
         """Say the `result` of the run; the node that `leads` shows the failure's report."""
+        self._saved(result.step)
         self._say_changes(math.inf)
         self.close_last_line()
         if result.text and leads:

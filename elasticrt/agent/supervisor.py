@@ -503,7 +503,7 @@ class Supervisor:
         self._late_at = self._clock.monotonic() + LATE_S
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
-        self._tell_generation(generation, generation.resume.step if generation.resume else 0)
+        self._tell_generation(generation, generation.resume.reached if generation.resume else 0)
         ranks = self.seating.reseat(generation, seat, chosen)
         self._joining.let_in(ranks)
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
@@ -536,7 +536,7 @@ class Supervisor:
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
         """Tell that `generation`, of the nodes `names`, runs without this node."""
-        begun = _begun(generation, names, generation.resume.step if generation.resume else 0)
+        begun = _begun(generation, names, generation.resume.reached if generation.resume else 0)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
 
     def _tell_generation(self, generation: Generation, resume_step: int) -> None:

@@ -111,7 +111,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
         name, cause = "last generation" if left else "generation", cause_of(story, generation.number, generation.cause)
         lines.append(f"{name} {generation.number}: {size} ({cause})")
     if saved is not None:
-        lines.append(f"newest checkpoint: step {saved.step} of generation {saved.generation}")
+        lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
         runs = "waiting" if waits else "standing still" if standing else "training"

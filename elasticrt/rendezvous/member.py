@@ -239,7 +239,7 @@ class Member:
             code=decision.code,
             reason=decision.reason,
             generation=self.view.number,
-            step=self.view.head.record.step if self.view.head else 0,
+            step=self.view.head.record.reached if self.view.head else 0,
             text=decision.text,
         )
 

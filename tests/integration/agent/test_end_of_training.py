@@ -59,3 +59,29 @@ def test_a_worker_that_dies_during_the_last_save_costs_no_step(tmp_path: Path, r
         assert all(event["in_place"] for event in run.events("generation") if event["number"] > 1), run.story()
         assert all("could not be saved" not in agent.text() for agent in run.agents.values())
         assert {event["step"] for event in run.events("committed")} == {80}
+
+
+TWO_LOOPS = """
+import torch, elasticrt
+
+elasticrt.init()
+for directory in ("warm-up", "training"):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loop = elasticrt.Loop(directory, model=model, optimizer=optimizer)
+    for _ in loop.steps(5):
+        with loop.step():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+raise ValueError("after both of them")
+"""
+
+
+def test_the_steps_of_a_script_with_two_loops_are_those_of_the_run(tmp_path: Path) -> None:
+    """Up to which step the run is saved is counted over both of them: in its events, and at its end."""
+    (tmp_path / "train.py").write_text(TWO_LOOPS)
+    with Cluster(tmp_path, f"two-{secrets.token_hex(4)}", ["--max-restarts", "0"], ["train.py"]) as run:
+        agent = run.start("n0")
+        assert run.ended() == {"n0": 1}, run.story()
+        assert run.events("committed")[-1]["step"] == 10
+        assert "step 10 is saved; to go on" in agent.text()

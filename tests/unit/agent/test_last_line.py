@@ -17,7 +17,7 @@ from elasticrt.agent.last_line import LastLine, fits, fitted
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.rendezvous.decision import Leave, Me, Register, Run, Wait
-from elasticrt.rendezvous.records import HandoverRecord
+from elasticrt.rendezvous.records import HandoverRecord, Result
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import Story
@@ -222,6 +222,27 @@ def test_who_leaves_says_how_the_run_went(go_on, tmp_path, capsys):
     assert said[-1].startswith("elasticrt: to bring this node back" if go_on else "elasticrt: to go on")
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_that_has_stood_by_names_the_newest_checkpoint(leaves, tmp_path, capsys):
+    """That of the run, which others have saved since it had a seat: when it leaves, and when the run ends."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    stands_by = events.StandsBy(2, 1, "b joined", "join", 0, ("b",), 50, in_place=False, waits=False, age_s=0.0)
+    stepped = (events.FirstStep(1, 1, 0, None, None), events.Step(1, 50, 0, {}), events.Committed(50, 1))
+    for event in (started(), begun(1, "ab", "start"), *stepped, stands_by):
+        console.events.write(event)
+    if leaves:
+        console.left(Leave("SIGTERM received"), SimpleNamespace(reached=60))
+    else:
+        result = {"attempt": 1, "status": "failed", "code": 1, "reason": "rank 0 on b", "generation": 2, "step": 60}
+        console.ended(Result(**result), leads=True)
+    said = capsys.readouterr().err
+    assert "newest checkpoint: step 60" in said
+    assert "step 60 is saved; to go on: " in said
+    assert "step 50" not in said.partition("seen from this node")[2]
+
+
 @pytest.mark.parametrize(("rank", "shown"), [(1, "epoch 3  loss 0.5  checkpoint 38"), (0, "step 1")])
 def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
     """Epoch, loss and checkpoint are rank 0's events; elsewhere they come from the own workers, and from the run."""
@@ -232,7 +253,7 @@ def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
         console.events.write(event)
     console.events.write(events.FirstStep(1, 1, 0, None, None))
     written, now = (tmp_path / "events-a.jsonl").read_text(), time.monotonic()
-    head = SimpleNamespace(record=SimpleNamespace(nonce="1f", step=38, generation=1, size=7))
+    head = SimpleNamespace(record=SimpleNamespace(nonce="1f", reached=38, generation=1, size=7))
     console.heard(1, rank, Step(40, 3, time.monotonic_ns(), 0, False, {"loss": 0.5}))
     console.tick(now, None, 40, head)
     assert shown in sentences.now_at(console.story, time.time())
