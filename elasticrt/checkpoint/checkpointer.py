@@ -70,6 +70,7 @@ class Checkpointer:
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
         self.snapshots = Snapshots()
         self._saves = False  # Whether the snapshot in flight is saved.
+        self._of_loop = True  # Whether it is a Loop's.
         self._failure: BaseException | None = None
         self._asked_step = -1
         self.start = ""
@@ -100,7 +101,8 @@ class Checkpointer:
 
         Args:
             state: plain values and tensors by name (results of `state_dict()`), the same on all ranks.
-            step: steps trained in this state, not less than at the save before.
+            step: steps trained in this state, not less than at the save before. Beside a Loop, which counts the run's
+                steps, it is a label of this directory's checkpoints.
             epoch: the epoch that the next step belongs to.
 
         Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
@@ -110,14 +112,15 @@ class Checkpointer:
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
-        uses = self.to_disk(step=step, epoch=epoch)
+        uses = self.to_disk(step=step, epoch=epoch, of_loop=False)
         if uses:
             self.snapshots.take(state, uses)
 
-    def to_disk(self, *, step: int, epoch: int, patient: bool = True) -> list[Use]:
+    def to_disk(self, *, step: int, epoch: int, patient: bool = True, of_loop: bool = True) -> list[Use]:
         """The use that saves the snapshot which is taken next; none on other ranks than 0. Raises as `save`.
 
-        While etcd is away, it waits if `patient`, and else skips the save with a warning.
+        While etcd is away, it waits if `patient`, and else skips the save with a warning. `of_loop`: a Loop counts the
+        run's steps, and saves again after a change of the membership.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
@@ -125,15 +128,17 @@ class Checkpointer:
             expected = f">= {self._asked_step}, saved before"
             raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
-        self._head.run.total = max(self._head.run.total, step)
+        if not (of_loop or self._head.run.has_loop):
+            self._head.run.total = max(self._head.run.total, step)
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
         try:
             self._directory.claim(partial(self._head.take, patient=patient))
         except (NoAnswer, OSError) as error:
-            self._missed(NoAnswer if isinstance(error, NoAnswer) else CheckpointError, step, self._generation, error)
+            kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
+            self._missed(kind, self._draft(step, epoch).commit, error)
             return []
-        self._saves = True
+        self._saves, self._of_loop = True, of_loop
         return [partial(self._write_guarded, self._draft(step, epoch))]
 
     def _draft(self, step: int, epoch: int) -> Manifest:
@@ -152,18 +157,20 @@ class Checkpointer:
             serial=self._directory.serial + 1,
             node=worker.node,
             place=self.place if worker.has_agent else "",
-            total=0 if total == step else total,
+            total=0 if total == step else max(1, total),
         )
         run = "" if worker.run_id == "none" else worker.run_id  # Torchrun's name for a run without one.
         return Manifest(commit, run, collectives.rank_and_world()[1])
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process goes on as `worker`, with the state that descends from the run's head.
+        """This process goes on as `worker`, with the state that descends from the run's head; so do all checkpointers.
 
         A save in flight is still of the old generation, and is refused.
         """
         self._head.move(worker)
-        self._directory.disclaim()
+        for each in list(_live):
+            each._head.worker = worker
+            each._directory.disclaim()
 
     def wait(self, timeout_s: float = COMMIT_TIMEOUT_S) -> bool:
         """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`.
@@ -187,7 +194,7 @@ class Checkpointer:
         """Wait for the last save; one that is not written by then is missed. Raises what has ended it."""
         if not self.wait(timeout_s):
             why = f"not written within {timeout_s:.0f} s"
-            self._missed(CheckpointError, self._asked_step, self._generation, why)
+            self._missed(CheckpointError, self._draft(max(0, self._asked_step), 0).commit, why)
 
     def finish(self) -> None:
         """Wait for the last save: a training whose last state is not saved has failed.
@@ -205,14 +212,13 @@ class Checkpointer:
     def _generation(self) -> int:
         return self._head.worker.generation
 
-    def _missed(
-        self, kind: type[Exception], step: int, generation: int, why: str | Exception, *, repeated: bool = False
-    ) -> None:
+    def _missed(self, kind: type[Exception], commit: Commit, why: str | Exception, *, repeated: bool = False) -> None:
         """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it.
 
         The agent tells people of it; without an agent a warning does.
         """
-        missed = Unsaved(step, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
+        step = commit.step
+        missed = Unsaved(commit.reached, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
         told = repeated or agent_client.agent_link().say(missed)
         level = logging.INFO if told else logging.WARNING
         _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
@@ -223,7 +229,7 @@ class Checkpointer:
         remedy = f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}"
         if repeated:
             remedy = "Nothing is to be done: the next generation goes on"
-        _unsaved[self._directory.path] = (generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
+        _unsaved[self._directory.path] = (commit.generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -267,17 +273,21 @@ class Checkpointer:
         try:
             commit = self._directory.write(draft, snapshot.write_to)
         except (OSError, Unfit) as error:
-            self._missed(CheckpointError, step, draft.commit.generation, error)
+            self._missed(CheckpointError, draft.commit, error)
             return
         reply = self._head.commit(commit)
         if not reply.ok:
             if reply.refusal == "taken":
                 raise duplicate(self._directory.path, reply.reason)
-            repeated = reply.refusal == "over"
-            if not repeated:  # One of a generation that is over may have been committed, unheard.
+            over = reply.refusal == "over"
+            if over and not self._of_loop:
+                what = "the checkpoint of step %d is not saved in %s: the membership has changed meanwhile"
+                _log.warning(what, step, self._shown)
+                return
+            if not over:  # One of a generation that is over may have been committed, unheard.
                 with contextlib.suppress(OSError):
                     self._directory.discard(commit)
-            self._missed(RuntimeError, step, draft.commit.generation, reply.reason, repeated=repeated)
+            self._missed(RuntimeError, draft.commit, reply.reason, repeated=over)
             return
         _unsaved.pop(self._directory.path, None)
         try:

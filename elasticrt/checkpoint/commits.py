@@ -53,6 +53,7 @@ class RunHeads:
     # directories that this process has restored from.
     heads: dict[str, Commit | None] = field(default_factory=dict)
     total: int = 0  # Steps that the run has trained.
+    has_loop: bool = False  # Whether a Loop counts them. Else they are those of the newest save.
     # Held while a commit is under way: each replaces the one before.
     committing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,7 +104,9 @@ class DirectoryHead:
         if not self.worker.has_agent:
             take_alone(self._path)
         else:
-            self._ask(take=True, patient=patient)
+            head = self._ask(take=True, patient=patient).data.get("head")
+            if head is not None and self.place in self.run.heads:  # Another rank 0 may have saved here.
+                self.run.heads[self.place] = Commit.from_fields(head)
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, whose generation says which commit is the newest."""
@@ -126,7 +129,12 @@ class DirectoryHead:
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
-        return self._replace(commit, descends=self.place in self.run.heads)
+        descends = self.place in self.run.heads
+        reply = self._replace(commit, descends=descends)
+        if not reply.ok and not reply.refusal and not descends:
+            why = f"{reply.reason}, and this process has not called restore() here: do so before the first save"
+            return replace(reply, reason=why)
+        return reply
 
     def _replace(self, commit: Commit, *, descends: bool) -> Reply:
         with self.run.committing:

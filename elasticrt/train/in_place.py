@@ -56,7 +56,6 @@ class InPlace:
         renews: whether the script makes something of its own anew after each change.
 
     Attributes:
-        worker: who this process is now.
         possible: whether this process can go on in place.
         spare: memory for the state of others, until it is used.
     """
@@ -79,9 +78,13 @@ class InPlace:
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
         self._thread = 0  # The thread that makes the steps.
         self._refusal: RemovableHandle | None = None
-        self.worker = agent_client.worker_env()
         self.possible = False
         self.spare: state_transfer.Spare | None = None
+
+    @property
+    def worker(self) -> WorkerEnv:
+        """Who this process is now."""
+        return agent_client.worker_env()
 
     @property
     def has_seat(self) -> bool:
@@ -203,7 +206,6 @@ class InPlace:
         if seat is None:
             return False
         agent_client.take_seat(seat)
-        self.worker = seat
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             refusal.remove()

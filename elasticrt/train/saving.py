@@ -29,6 +29,7 @@ class Saving:
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
         self.run = run_of(worker)  # Steps and checkpoints over all of its directories, as far as is known here.
+        self.run.has_loop = True
         self._every = SaveInterval.parse(every)
         self._state = state
         self._page = agent_client.status_page()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from elasticrt import Checkpointer
 from tests.chaos.ways import LET_IN, SAMPLES, STEPS, WAYS
 from tests.cluster import REPOSITORY, Cluster
 
@@ -57,6 +58,35 @@ for _ in loop.epochs(1):
             trained.append(number)
 if first:
     Path(f"trained-{rank}").write_text(json.dumps(trained))
+"""
+
+SEVERAL = """
+import os, signal, time
+import torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model, other = DDP(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+loop = elasticrt.Loop("first", every="5 steps", model=model, optimizer=torch.optim.SGD(model.parameters(), 0.01))
+second = elasticrt.Loop("second", every="5 steps", model=other)
+best = elasticrt.Checkpointer("best")
+best.restore()
+is_victim = ctx.rank == 0 and ctx.generation == 1
+for _ in loop.steps(100_000):
+    if ctx.generation > 2 and loop.steps_done % 5 == 0:
+        break
+    with loop.step():
+        model(torch.ones(1, 1)).sum().backward()
+        if is_victim and loop.steps_done == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if loop.complete and loop.steps_done % 5 == 0:
+        best.save({"steps": loop.steps_done}, step=1000 * loop.steps_done)
+        best.wait()
+    time.sleep(0.01)
+best.save({"steps": loop.steps_done}, step=1000 * loop.steps_done)
+for _ in second.steps(10):
+    with second.step():
+        ctx.sum(1)
 """
 
 Case = tuple[str, int, int, str]
@@ -230,6 +260,22 @@ def test_a_step_that_another_rank_has_finished(tmp_path: Path) -> None:
         assert cluster.ended(60) == {"node": 0}, cluster.story()
     trained = [json.loads((tmp_path / f"trained-{rank}").read_text()) for rank in range(2)]
     assert trained == [list(range(12)), [number for number in range(12) if number != 5]]
+
+
+def test_whatever_else_saves_does_so_in_every_generation(tmp_path: Path) -> None:
+    """A second Loop and a Checkpointer of before a change in place save after it; its numbers are not the run's."""
+    script = tmp_path / "several.py"
+    script.write_text(SEVERAL)
+    with Cluster(tmp_path, f"several-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], [str(script)]) as cluster:
+        cluster.start("n")
+        assert cluster.ended() == {"n": 0}, cluster.story()
+        assert len({event["number"] for event in cluster.events("generation")}) == 3, cluster.story()
+        assert not cluster.events("unsaved"), cluster.story()
+    reached = {name: Checkpointer(tmp_path / name).restore() for name in ("first", "best", "second")}
+    assert reached["second"] is not None and reached["second"].step == 10
+    assert reached["first"] is not None and reached["first"].step > 12
+    assert reached["best"] is not None and reached["best"].step == 1000 * reached["first"].step
+    assert max(event["step"] for event in cluster.events("committed")) == reached["first"].step + 10
 
 
 @pytest.mark.slow

@@ -482,6 +482,34 @@ def test_a_refused_save_of_another_place_is_nobodys_last(tmp_path, monkeypatch):
         saver.finish()
 
 
+def test_a_save_of_the_scripts_that_a_change_has_overtaken_is_told_of(tmp_path, monkeypatch, caplog):
+    """Nobody repeats it, so its script hears of it, and still ends well."""
+    agent = Agent()
+
+    def refuse(message):
+        is_save = isinstance(message, Save)
+        return Reply(message.request, ok=False, reason="", refusal="over") if is_save else agent.fenced(message)
+
+    agent._answer = refuse
+    with under(agent, monkeypatch):
+        saver = Checkpointer(tmp_path)
+        saver.save(state(1), step=1)
+        assert saver.wait()
+        assert not saver.missed
+    assert "the checkpoint of step 1 is not saved" in caplog.text
+
+
+def test_a_save_without_restore_beside_another_history(tmp_path, monkeypatch):
+    """Whoever has not restored, and may not replace what is there, hears what is missing."""
+    agent = Agent(head="0123456789abcdef")
+    with under(agent, monkeypatch):
+        saver = Checkpointer(tmp_path)
+        saver.save(state(1), step=1)
+        assert saver.wait()
+        wait_until(lambda: agent.of(Unsaved), "the agent is told")
+        assert "has not called restore() here" in agent.of(Unsaved)[0].reason
+
+
 def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
     """A newcomer that becomes rank 0 opens the directory at its first save, and goes on from the run's head."""
     save(tmp_path, 1)
