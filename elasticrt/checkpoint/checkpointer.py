@@ -144,17 +144,19 @@ class Checkpointer:
     def _draft(self, step: int, epoch: int) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
+        known = self._head.known
         commit = Commit(
             step=step,
             epoch=epoch,
             generation=self._generation,
             nonce=nonce,
-            parent="" if self._head.known is None else self._head.known.nonce,
+            parent="" if known is None else known.nonce,
             directory=packed(str(self._directory.path)),
             file=stem_of(step, self._generation, nonce) + PAYLOAD,
             digest="0" * 64,
             size=0,
-            serial=self._directory.serial + 1,
+            # The one before may be in the directory of another node, which was rank 0 then.
+            serial=max(self._directory.serial, 0 if known is None else known.serial) + 1,
             node=worker.node,
             place=self.place if worker.has_agent else "",
             total=0 if total == step else max(1, total),

@@ -525,6 +525,18 @@ def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
         assert asked.commit["generation"] == 4
 
 
+def test_what_a_new_rank_0_saves_is_newer_than_what_another_node_has(tmp_path, monkeypatch):
+    """S6: with own disks: a later run that knows nothing of this one tells by serial numbers which is the newest."""
+    save(tmp_path / "a", 1, 2, 3)
+    head = commit_of(tmp_path / "a", 3)
+    with under(Agent(head=head.nonce), monkeypatch) as worker:
+        saver = Checkpointer(tmp_path / "b")
+        saver.move(replace(worker, generation=2, resume=head))
+        saver.save(state(4), step=4)
+        assert saver.wait()
+    assert commit_of(tmp_path / "b", 4).serial > head.serial
+
+
 def test_an_agent_that_never_answers(tmp_path, monkeypatch):
     """E11: whether a commit has happened must be known before the next one: the worker fails, its next life asks."""
     monkeypatch.setattr("elasticrt.checkpoint.commits.COMMIT_TIMEOUT_S", 0.1)
