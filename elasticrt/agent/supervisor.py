@@ -688,6 +688,8 @@ class Supervisor:
         if event.generation == 0:
             self._joining_ended(event)
             return
+        if self.pages.has_stepped(event.local_rank, event.generation):
+            self._joining.trained(event.local_rank)  # Its message may have come when that generation was over.
         if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
             wait_s = self._joining.failed(self._clock.monotonic())
             self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)

@@ -96,6 +96,10 @@ class WorkerPages:
         stepped = self._word(local_rank, generation, "step_at_ns")
         return self._word(local_rank, generation, "step") if stepped else 0
 
+    def has_stepped(self, local_rank: int, generation: int) -> bool:
+        """Whether a worker, now of `generation`, has finished a step since its process began."""
+        return self._word(local_rank, generation, "step") > 0
+
     def _word(self, local_rank: int, generation: int, word: str) -> int:
         """A word of one worker's page; 0 for a worker without a page."""
         try:

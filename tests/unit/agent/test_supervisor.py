@@ -99,8 +99,8 @@ def generation(number: int, **fields: Any) -> Generation:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> SimpleNamespace:
-    """The supervisor of a node with a warm parent; its clock, its workers, the stopped processes."""
-    clock, group, stopped = Clock(), Group(), set()
+    """The supervisor of a node with a warm parent; its clock, its workers, the stopped processes, what it says."""
+    clock, group, stopped, said = Clock(), Group(), set(), list[str]()
     edges = Edges(
         clock=clock,
         store_ports=Ports,
@@ -110,9 +110,9 @@ def rig(tmp_path: Path) -> SimpleNamespace:
     settings = settings_of(tmp_path)
     settings = replace(settings, workers=2, options=replace(settings.options, stop_timeout_s=30.0))
     log = EventLog("n0", None)
-    supervisor = Supervisor(settings, lambda _: None, log, lambda _: None, edges)
+    supervisor = Supervisor(settings, lambda _: None, log, said.append, edges)
     supervisor.fold(Warm(1, "fork", "", 0.0))
-    return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped, log=log)
+    return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped, log=log, said=said)
 
 
 def test_a_generation_starts_after_stopped_workers_of_the_last_one_are_gone(rig: SimpleNamespace) -> None:
@@ -164,3 +164,21 @@ def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig
         number += 2
         supervisor.run(generation(number, in_place=True), SEAT, ("n0",))
     assert waits == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_a_newcomer_whose_step_was_heard_of_too_late_has_trained(rig: SimpleNamespace) -> None:
+    """W09: it dies in the generation after that of its first step, and it is not told that it failed before that."""
+    supervisor, group = rig.supervisor, rig.group
+    supervisor.run(generation(1), SEAT, ("n0",))
+    group.page(0, 1).in_place = IN_PLACE
+    del group.pages[1, 1]
+    supervisor.fold(WorkerEnded(1, 1, 1, 101, -9, failure_of(worker("n0", 1, 1), Remains(-9, stepped=True))))
+    supervisor.run(generation(2, in_place=True), SEAT.model_copy(update={"workers": 1}), ("n0",))
+    supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
+    group.page(1, 0).in_place = READY
+    supervisor.run(generation(3, in_place=True), SEAT, ("n0",))
+    page = group.page(1, 3)
+    page.step, page.in_place = 7, IN_PLACE
+    supervisor.run(generation(4, in_place=True), SEAT, ("n0",))
+    supervisor.fold(WorkerEnded(4, 1, 1, 102, -9, failure_of(worker("n0", 1, 4), Remains(-9, stepped=True))))
+    assert not [line for line in rig.said if "before its first step" in line]
