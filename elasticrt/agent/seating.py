@@ -70,13 +70,14 @@ class Seating:
         `chosen`: the local rank of each worker, and the generation that it is in now.
         """
         ranks = {}
-        for place, (local_rank, was) in enumerate(sorted(chosen)):
-            env = worker_env(self._settings, generation, seat, local_rank, place)
-            listen = self.ports.take(generation.master_port, shared=True) if env.rank == 0 else None
-            if self._group.reseat(local_rank, was, env, listen):
-                ranks[local_rank] = env.rank
-            if env.rank == 0:
-                self.ports.bind(self.ports.address)
+        with self._group.seating:
+            for place, (local_rank, was) in enumerate(sorted(chosen)):
+                env = worker_env(self._settings, generation, seat, local_rank, place)
+                listen = self.ports.take(generation.master_port, shared=True) if env.rank == 0 else None
+                if self._group.reseat(local_rank, was, env, listen):
+                    ranks[local_rank] = env.rank
+                if env.rank == 0:
+                    self.ports.bind(self.ports.address)
         return ranks
 
     def close(self) -> None:

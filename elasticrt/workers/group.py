@@ -104,6 +104,14 @@ class WorkerGroup:
                 # ParentLost may have been handled before these workers were known.
                 self._io.lose(workers, f"the worker parent is gone: {error}")
 
+    @property
+    def seating(self) -> contextlib.AbstractContextManager[object]:
+        """To hold while all seats of a generation in place are given out: no end is reported meanwhile.
+
+        Else one that ends in its new seat, while others are still in their old ones, would be the last of its group.
+        """
+        return self._io.seating
+
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
         """Let the worker with `local_rank` in `generation` go on in that of `env`. Returns False if it has ended.
 

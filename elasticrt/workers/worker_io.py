@@ -141,7 +141,7 @@ class WorkerIO:
         self._sink = sink
         self._workers: list[WorkerState] = []  # Those that are not gone.
         self._flushing = False  # Whether `_flush` is due.
-        self.seating = threading.Lock()  # Held while a worker gets another generation, and while its end is reported.
+        self.seating = threading.RLock()  # Held while workers get another generation, and while one's end is reported.
         self._thread = SelectorThread("elasticrt-group", self._end)
 
     def follow(self, parent: WorkerParent) -> None:

@@ -6,6 +6,7 @@ head's history can see whether a batch is missing or was counted twice.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -273,6 +274,8 @@ class VirtualGroup:
             started = started[1:]
         for worker in started:
             worker.begin()
+
+    seating = contextlib.nullcontext()
 
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: object) -> bool:
         """See `WorkerGroup`."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elasticrt.ipc.messages import Done
+from elasticrt.ipc.proc import start_of
 from elasticrt.settings import Command
 from elasticrt.workers import worker_io
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
+from tests.servers import wait_until
 
 REDUCE = """
     import os, torch, torch.distributed as dist
@@ -128,6 +133,25 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     seen = []
     warm.wait(GroupEnded, seen=seen)
     assert not [e for e in seen if isinstance(e, WorkerEnded)]
+
+
+def test_a_worker_that_dies_while_seats_are_given_out_is_not_the_last(warm, tmp_path):
+    """W08: it has its new seat, its neighbour has none yet: the neighbour's group has not ended with it."""
+    (tmp_path / "x.py").write_text("import time; time.sleep(60)")
+    warm.start(Command(("x.py",)), tmp_path, 2)
+    pids, before, seen = warm.pids(2), warm.generation, []
+    seats = [replace(warm.group._worker(rank, before).env, generation=before + 1) for rank in range(2)]
+    with warm.group.seating:
+        assert warm.group.reseat(0, before, seats[0], None)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: not start_of(pids[0]), "its parent has reaped it")
+        assert warm.group.reseat(1, before, seats[1], None)
+    assert warm.wait(WorkerEnded, seen=seen).generation == before + 1
+    os.kill(pids[1], signal.SIGKILL)
+    warm.generation += 1
+    warm.wait(WorkerEnded, seen=seen)
+    assert not [event for event in seen if isinstance(event, GroupEnded)]
+    assert warm.wait(GroupEnded).generation == before + 1
 
 
 def test_connections_outlive_a_short_script_of_rank_0(warm, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,8 @@ class Group:
     def pids(self, generation: int) -> dict[int, int]:
         """See `WorkerGroup`. A process id is a hundred above the local rank."""
         return {rank: 100 + rank for rank, number in self.pages if number == generation}
+
+    seating = contextlib.nullcontext()
 
     def reseat(self, local_rank: int, was: int, env: WorkerEnv, _: Any) -> bool:
         """See `WorkerGroup`."""
