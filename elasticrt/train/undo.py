@@ -22,12 +22,13 @@ LARGE = (torch.nn.Module, torch.optim.Optimizer)
 class Undo:
     """The open step of one Loop, and the way back to where it began.
 
-    Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are not: a
-    rank whose optimizer has stepped in an undone step gets the state of another rank. They are copied only in scripts
-    whose steps communicate in or after an optimizer's step (a closure, two models in turn, a sum of the losses at the
-    end), because there all ranks can be in that state at once. What a script changes before its optimizer steps is
-    noted as well: states of its own objects at once, parameters (an average of the weights) and large tensors of these
-    objects once a step has changed them there. That step itself cannot be undone.
+    Buffers, gradients, random numbers, variables, and what is frozen or in training mode are noted when a step begins.
+    Values of parameters and optimizers are not: a rank whose optimizer has stepped in an undone step gets the state of
+    another rank. They are copied only in scripts whose steps communicate in or after an optimizer's step (a closure,
+    two models in turn, a sum of the losses at the end), because there all ranks can be in that state at once. What a
+    script changes before its optimizer steps is noted as well: states of its own objects at once, parameters (an
+    average of the weights) and large tensors of these objects once a step has changed them there. That step itself
+    cannot be undone.
 
     `seeded`: random numbers follow from the step's number, so they need no note.
     """
@@ -44,7 +45,10 @@ class Undo:
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         # As of the beginning of the step.
-        self._owners: list[dict[str, torch.Tensor | None]] | None = None
+        self._layers: list[torch.nn.Module] | None = None
+        self._trains: list[bool] = []  # Whether each of them is in training mode.
+        self._learns: list[bool] = []  # Whether each parameter is not frozen.
+        self._owners: list[dict[str, torch.Tensor | None]] = []  # Their dicts of buffers.
         self._bound: list[dict[str, torch.Tensor | None]] = []  # Which buffers each of them had, by name.
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -139,10 +143,12 @@ class Undo:
         self._state = None
         self.open = True
         self.touched = self._unknown = False
-        if self._owners is None:
+        if self._layers is None:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
-            layers = [layer for module in self._modules for layer in module.modules()]
-            self._owners, self._watched = [layer._buffers for layer in layers], self._training.parameters()
+            self._layers = [layer for module in self._modules for layer in module.modules()]
+            self._owners, self._watched = [layer._buffers for layer in self._layers], self._training.parameters()
+        self._trains = [layer.training for layer in self._layers]
+        self._learns = [each.requires_grad for each in self._watched]
         self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]
         buffers = [each for owner in self._bound for each in owner.values() if each is not None]
         buffers += self._early_parameters
@@ -174,8 +180,14 @@ class Undo:
         if known and self._state is not None:
             stateful.put_back(self._training.objects, self._state, "the beginning of the step")
         self._state = None
-        for layer, bound in zip(self._owners or (), self._bound, strict=True):
-            _bind(layer, bound)
+        for owner, bound in zip(self._owners, self._bound, strict=True):
+            _bind(owner, bound)
+        for layer, trains in zip(self._layers or (), self._trains, strict=True):
+            if layer.training is not trains:
+                layer.training = trains
+        for parameter, learns in zip(self._watched, self._learns, strict=True):
+            if parameter.requires_grad is not learns:
+                parameter.requires_grad = learns
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)

@@ -111,7 +111,7 @@ SLOW: tuple[Case, ...] = (
     ("loader_workers", 2, 13, "forward"),
     ("persistent_workers", 0, 14, "begin"),
     ("subgroups", 1, 10, "begin"),
-    ("gan", 0, 7, "begin"),
+    ("gan", 0, 7, "backward"),
     ("averaged", 2, 9, "stepped"),
     ("scaled", 1, 10, "backward"),
     ("scaled", 2, 11, "stepped"),

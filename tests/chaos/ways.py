@@ -209,7 +209,7 @@ def subgroups(trial: Trial) -> None:
 
 
 def gan(trial: Trial) -> None:
-    """Two models, two optimizers, several backward passes in a step."""
+    """Two models, two optimizers, several backward passes in a step, one of the models frozen in the last."""
     data = Numbers()
     sampler = elasticrt.ElasticBatchSampler(data, BATCH)
     generator, judge = DDP(net(5, 2)), DDP(net(2, 1))
@@ -228,8 +228,10 @@ def gan(trial: Trial) -> None:
                 optimizer_d.step()
                 trial.at("stepped")
                 optimizer_g.zero_grad()
-                (judge(fake) - 1).square().mean().backward()
+                judge.requires_grad_(False)
+                (judge.module(fake) - 1).square().mean().backward()
                 trial.at("backward")
+                judge.requires_grad_(True)
                 optimizer_g.step()
             trial.done()
     trial.end(generator, judge)

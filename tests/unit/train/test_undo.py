@@ -107,6 +107,23 @@ def test_values_that_contain_others_are_undone() -> None:
         assert optimizer.param_groups[0]["log"] == [1]
 
 
+def test_what_a_step_has_frozen_or_put_into_evaluation_is_undone() -> None:
+    """S6: a GAN freezes one of its models within a step; one that fails there must not begin again with it frozen."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout(), torch.nn.Linear(2, 1))
+    net[0].weight.requires_grad_(False)
+    net[1].eval()
+    undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
+    for _ in range(2):
+        undo.note()
+        net.requires_grad_(False)
+        net[0].weight.requires_grad_(True)
+        net.eval()
+        net[1].train()
+        assert undo.put_back()
+        assert [each.requires_grad for each in net.parameters()] == [False, True, True, True]
+        assert [each.training for each in net.modules()] == [True, True, False, True]
+
+
 class Statistics(torch.nn.Module):
     """Its forward binds a buffer anew, changes one in place, and makes one at its first call."""
 
