@@ -66,6 +66,8 @@ class CheckpointError(ElasticError):
     """Nothing valid to resume from. It travels in the error file and is final: a restart cannot cure it."""
 
     exit_code = EXIT_CHECKPOINT
+    said_by_rank_0: bool = False
+    """Whether rank 0 raises the same, and tells people."""
 
 
 class MisfitError(CheckpointError):

@@ -49,6 +49,8 @@ def in_short(error: BaseException) -> str:
     if not os.path.exists(path):  # noqa: PTH110  One call.
         return excerpt
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
+    if isinstance(error, CheckpointError) and error.said_by_rank_0:
+        return f"rank {rank} ends with the CheckpointError of rank 0; traceback: {shown}"
     if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
     if not is_collateral(found.name, found.message, found.callstack):

@@ -92,7 +92,7 @@ class Restoring:
                 failure, verdict = error, {"error": str(error)}
         verdict = json.loads(collectives.broadcast_bytes(json.dumps(verdict).encode()))
         if "error" in verdict:
-            raise failure or CheckpointError(verdict["error"])
+            raise failure or self._unusable_for_all(verdict["error"])
         self.start = verdict["start"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
         local_rank = collectives.local_rank_of(0)
@@ -145,7 +145,7 @@ class Restoring:
                 source = choose(offers, resuming=self._resume is not None)
             except LookupError:
                 text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may name their directories differently.
-                raise CheckpointError(collectives.broadcast_bytes(text.encode()).decode()) from None
+                raise self._unusable_for_all(collectives.broadcast_bytes(text.encode()).decode()) from None
             if source is None:
                 self._warn(distinct_troubles(offers))
                 return None
@@ -163,6 +163,12 @@ class Restoring:
                 self._report(commit, offer.run, offer.who if source else "")
                 self._make_head(commit)
             return State(commit.step, commit.epoch, offer.world_size, offer.run, data, commit.reached)
+
+    def _unusable_for_all(self, text: str) -> CheckpointError:
+        """The error that all ranks raise, with the `text` of rank 0."""
+        error = CheckpointError(text)
+        error.said_by_rank_0 = self._rank > 0
+        return error
 
     def _exchange(self) -> list[Offer]:
         """The offers of all ranks. Collective. What this rank writes next is numbered above all of them."""

@@ -249,6 +249,24 @@ def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServe
     assert said == [["at 0"], ["at 7", "step 7: --fresh"], ["at 0"]]
 
 
+def test_a_damaged_checkpoint_is_told_of_once(tmp_path: Path) -> None:
+    """F07: all ranks end with the same error: rank 0 says it, the others where its traceback is."""
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import elasticrt; ctx = elasticrt.init(); keeper = elasticrt.Checkpointer('ckpt'); keeper.restore()\n"
+        "keeper.save({'a': 1}, step=7); keeper.wait()\n"
+    )
+    command = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "3", str(script)]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    (payload,) = (tmp_path / "ckpt").glob("*.pt")
+    payload.write_bytes(bytes(payload.stat().st_size))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 5
+    said = [line for line in done.stderr.splitlines() if re.match(r"\[rank \d\] rank \d", line)]
+    assert sum("no checkpoint can be used" in line for line in said) == 1, done.stderr
+    assert sum("ends with the CheckpointError of rank 0" in line for line in said) == 2, done.stderr
+
+
 def test_a_run_that_has_succeeded_is_not_run_again(tmp_path: Path) -> None:
     """The machine's own etcd has ended with the run; its logs tell what became of it. --again runs it once more."""
     (tmp_path / "script.py").write_text("print('at work')\n")
