@@ -267,7 +267,7 @@ class Committed:
     """A checkpoint is committed. A run without living workers resumes from the newest one.
 
     Attributes:
-        step: the step it holds.
+        step: the step it holds, counted over the whole run.
         generation: the generation that saved it.
         bytes: its size.
         took_s: seconds since it was begun: copying the state, writing, committing.
@@ -284,7 +284,7 @@ class Unsaved:
     """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on.
 
     Attributes:
-        step: the step that it would hold.
+        step: the step that it would hold, counted over the whole run.
         generation: the generation.
         reason: what was found.
     """
@@ -300,7 +300,7 @@ class Copied:
 
     Attributes:
         generation: the generation.
-        step: the step it holds.
+        step: the step it holds, counted over the whole run.
         bytes: its size.
     """
 
