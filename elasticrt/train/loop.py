@@ -478,7 +478,7 @@ class Loop:
         try:
             yield
         except Exception as error:
-            self._world.leave_state(error)
+            self._world.leave_state(error, why)
             raise
         finally:
             since_ns, self._page.pausing_ns = self._page.pausing_ns, 0

@@ -217,12 +217,15 @@ class World:
         self._state.whole = False
         self._page.restored_at_ns = 0
 
-    def leave_state(self, error: Exception) -> None:
+    def leave_state(self, error: Exception, doing: str) -> None:
         """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
 
-        That is told at once as well: how long a process takes to end is not known.
+        That is told at once as well: how long a process takes to end is not known. `doing`: what the script did there.
         """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
+            if self._undo.outside is None:  # Else the script comes here again.
+                what = "%r after step %d has lost a worker, and is not done again: the run goes on after it"
+                _log.warning(what, doing, self._state.position.steps)
             self.hand_over()
             self.in_place.lost(error, self._state.position.steps)
 

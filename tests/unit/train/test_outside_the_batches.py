@@ -182,9 +182,10 @@ def test_a_state_of_no_position_is_not_handed_over(tmp_path, monkeypatch, caplog
     assert "the newest step is not left to the agent" in caplog.text
 
 
-def test_among_the_batches_the_state_is_handed_over_as_it_is(tmp_path, monkeypatch):
-    """What the script has changed after a step of the epoch belongs to that step."""
+def test_among_the_batches_the_state_is_handed_over_as_it_is(tmp_path, monkeypatch, caplog):
+    """What the script has changed after a step of the epoch belongs to that step; what is cut off there is told."""
     handed = _handed_over(Script, tmp_path, monkeypatch, (_nothing, _loses_among_the_batches, _nothing))
     assert handed is not None
     ours = torch.load(io.BytesIO(handed[1]), weights_only=True)["elasticrt"]
     assert (ours["vars"], ours["position"]["steps"]) == ({"steps": PER_EPOCH + 2}, PER_EPOCH + 2)
+    assert f"'evaluate' after step {PER_EPOCH + 2} has lost a worker, and is not done again" in caplog.text
