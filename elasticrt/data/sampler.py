@@ -82,6 +82,20 @@ class _Position:
             "consumed": self._consumed,
         }
 
+    def settings(self) -> dict[str, Any]:
+        """What decides beside the position which samples a step has, as plain values: ranks of one run have the same.
+
+        Empty with a rank that is given: each rank may then have data of its own.
+        """
+        if self.has_given_rank:
+            return {}
+        own = {name: value for name, value in self.state_dict().items() if name not in ("epoch", "consumed")}
+        return {**own, **self._cut()}
+
+    def _cut(self) -> dict[str, Any]:
+        """The settings that may be others when the run goes on from a checkpoint."""
+        raise NotImplementedError
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The world size and the batch size may differ from those that saved it.
 
@@ -157,6 +171,10 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             what, remedy = "an epoch without a single batch", "Use drop_last=False or a smaller global_batch_size"
             raise ValueError(explain(what, self._where, got=got, remedy=remedy))
 
+    def _cut(self) -> dict[str, Any]:
+        # Not `micro_batch_size`: it moves no sample from one step to another, and machines may have unlike memory.
+        return {"global_batch_size": self._batch_size, "drop_last": self._drop_last}
+
     def __len__(self) -> int:
         """Global batches of a full epoch: the same at any position and any world size."""
         return sample_order.batch_count(self._samples, 0, self._batch_size, drop_last=self._drop_last)
@@ -221,6 +239,9 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
     ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=num_replicas)
         self._drop_last = bool(drop_last)
+
+    def _cut(self) -> dict[str, Any]:
+        return {"drop_last": self._drop_last}
 
     def __len__(self) -> int:
         """Indices per rank of a full epoch at the present world size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -11,7 +12,10 @@ from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
+from elasticrt.distributed import collectives
 from elasticrt.errors import CheckpointError, MisfitError
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
 
@@ -52,6 +56,17 @@ class TrainingState:
         known = {} if self.sampler is None else self.sampler.state_dict()
         return int(known["epoch"] * known["samples"] + known["consumed"]) if known else 0
 
+    def settings(self) -> dict[str, Any]:
+        """Those of the sampler; empty without one."""
+        return {} if self.sampler is None else self.sampler.settings()
+
+    def compare(self, worker: WorkerEnv) -> None:
+        """Refuse a sampler that is not that of most ranks. Collective. Raises CheckpointError, MisfitError."""
+        mine = json.dumps([worker.node, self.settings()]).encode()
+        everyones = [json.loads(each) for each in collectives.gather_bytes(mine)]
+        rank, _ = collectives.rank_and_world()
+        validation.check_same_samplers(everyones, rank, has_trained=worker.generation > 1)
+
     def collect(self, **more: Any) -> dict[str, Any]:
         """All of it by name. `more` is added to our own part."""
         ours = {
@@ -86,6 +101,7 @@ class TrainingState:
         ours = data[stateful.OURS]
         try:
             self._put_back(data, "another rank's state", shared=False)
+            validation.check_same_sampler(self.settings(), ours["settings"])
             self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
             remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from elasticrt.errors import ConfigError, explain, whole_number
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elasticrt.errors import CheckpointError, ConfigError, MisfitError, explain, whole_number
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
@@ -71,3 +74,29 @@ def check_optimizer(*, outside: bool, completes: bool, step: int) -> None:
         )
         remedy = "Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`"
         raise RuntimeError(explain(what, "optimizer.step", got=got, remedy=remedy))
+
+
+def check_same_sampler(own: Mapping[str, Any], runs: Mapping[str, Any], who: str = "here", remedy: str = "") -> None:
+    """Raises CheckpointError when the sampler of `who` has other settings than the run's, and would train others."""
+    for name in {**runs, **own}:
+        if own.get(name) != runs.get(name):
+            got, expected = f"{name}={own.get(name)} {who}", f"{name}={runs.get(name)}, as on other ranks"
+            what = f"a sampler with another {name}"
+            raise CheckpointError(what, "Loop(sampler=)", got=got, expected=expected, remedy=remedy)
+
+
+def check_same_samplers(everyones: Sequence[tuple[str, Mapping[str, Any]]], rank: int, *, has_trained: bool) -> None:
+    """Compare the settings of each rank's sampler, given with its node's name, with those that most ranks have.
+
+    Raises CheckpointError on all ranks, but MisfitError, and only on a rank that differs, when the run `has_trained`.
+    """
+    settings = [each for _, each in everyones]
+    runs = max(settings, key=settings.count)
+    for number, (node, own) in enumerate(everyones):
+        if has_trained and number != rank:
+            continue  # Its node alone leaves.
+        who = f"on rank {number}" + (f" of {node}" if node else "")
+        try:
+            check_same_sampler(own, runs, who, "Start all nodes with the same script and arguments")
+        except CheckpointError as error:
+            raise (MisfitError(str(error)) if has_trained else error) from None

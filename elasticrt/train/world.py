@@ -84,6 +84,7 @@ class World:
             self.go_on()
             return
         self._state.numbers.compare()
+        self._state.compare(worker)
         found = self._saving.checkpointer.begin(fresh=fresh)
         _, self.size = collectives.rank_and_world()
         self.resumed_size = self.size
@@ -210,7 +211,8 @@ class World:
 
     def _to_others(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
-        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
+        settings = self._state.settings()
+        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total, settings=settings)
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""

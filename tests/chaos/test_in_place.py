@@ -212,8 +212,19 @@ def test_connections_of_the_script_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A node with another data set joins: it ends alone, with code 5 and the difference; the others lose no step."""
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"480"', '"456"', "samples=480 in the checkpoint; expected samples=456"),
+        ("global_batch_size=BATCH", "global_batch_size=30", "global_batch_size=30 here; expected global_batch_size=24"),
+    ],
+    ids=["data", "batch"],
+)
+def test_a_newcomer_that_does_not_fit(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, old: str, new: str, words: str
+) -> None:
+    """A node with another data set or batch size joins: it ends alone, with code 5 and the difference; the others lose
+    no step."""
     script, go, epochs = tmp_path / "train.py", tmp_path / "go", 6
     text = SCRIPT.read_text().replace("FAULTS.pace()", f"time.sleep(0 if Path({str(go)!r}).exists() else 0.8)")
     script.write_text(text)
@@ -224,13 +235,13 @@ def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.T
         cluster.start("n0")
         cluster.start("n1")
         cluster.wait_for_step_after(1)
-        script.write_text(text.replace('"480"', '"456"'))
+        script.write_text(text.replace(old, new))
         newcomer = cluster.start("n2")
         assert newcomer.process.wait(80) == 5, cluster.story()
         go.touch()
         assert cluster.ended() == {"n0": 0, "n1": 0, "n2": 5}, cluster.story()
         said = newcomer.text().rpartition("elasticrt: error: ")[2]
-        assert "samples=480 in the checkpoint; expected samples=456" in said
+        assert words in said
         assert said.endswith("(an optimizer all of its parameter groups) before they are given to Loop\n")
         assert "Start this node again with the run's script and arguments, whose objects" in said
         causes = {each["number"]: each["cause"] for each in cluster.events("generation")}

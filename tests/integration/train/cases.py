@@ -139,6 +139,18 @@ def first_and_sum(directory: Path) -> dict[str, Any]:
     }
 
 
+def other_batches(directory: Path) -> str:
+    """What each rank raises when rank 1 has another batch size."""
+    data = Numbered(SAMPLES)
+    sampler = elasticrt.ElasticBatchSampler(data, 5 + dist.get_rank() % 2)
+    loop = elasticrt.Loop(directory / "ckpt-other-batches", sampler=sampler, model=nn.Linear(1, 1))
+    try:
+        next(loop.epochs(1))
+    except elasticrt.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
 def first_fails(directory: Path) -> str:
     """What the ranks raise when the one that goes first does."""
     del directory

@@ -7,15 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrt.data.sampler import ElasticBatchSampler
+from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import CheckpointError, MisfitError
 from elasticrt.train.training_state import TrainingState
+from elasticrt.train.validation import check_same_samplers
 
 
-def state(width: int = 2, samples: int | None = 10, **more: Any) -> TrainingState:
+def state(width: int = 2, samples: int | None = 10, cut: dict[str, Any] | None = None, **more: Any) -> TrainingState:
     """The state of a small script."""
-    sampler = None if samples is None else ElasticBatchSampler(range(samples), 2)
+    sampler = (
+        None if samples is None else ElasticBatchSampler(range(samples), **{"global_batch_size": 2, **(cut or {})})
+    )
     return TrainingState({"model": torch.nn.Linear(width, 1), **more}, sampler, None, None, "ckpt")
+
+
+def taken_from(other: TrainingState) -> dict[str, Any]:
+    """What `other` sends to a newcomer."""
+    return other.collect(alike=[], total=0, settings=other.settings())
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,7 @@ def state(width: int = 2, samples: int | None = 10, **more: Any) -> TrainingStat
 )
 def test_what_differs_is_named_with_one_remedy(own: dict[str, Any], words: str) -> None:
     """Beside a run that goes on the script is to blame; from a checkpoint, the directory may be as well."""
-    taken = state().collect(alike=[], total=0)
+    taken = taken_from(state())
     with pytest.raises(MisfitError, match=f"this node's script differs from the run's .*{words}") as beside:
         state(**own).take_over(taken)
     assert str(beside.value).count(". Start this node again with the run's script and arguments") == 1
@@ -38,3 +46,53 @@ def test_what_differs_is_named_with_one_remedy(own: dict[str, Any], words: str) 
         state(**own).restore(taken)
     assert str(anew.value).endswith(", or start over in a new directory")
     assert not isinstance(anew.value, MisfitError)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ({"global_batch_size": 3}, "got global_batch_size=3 here; expected global_batch_size=2, as on other ranks"),
+        ({"drop_last": True}, "got drop_last=True here; expected drop_last=False, as on other ranks"),
+        ({"seed": 4}, "got seed=4 here; expected seed=0, as on other ranks"),
+    ],
+)
+def test_a_sampler_that_cuts_otherwise_fits_a_checkpoint_only(cut: dict[str, Any], words: str) -> None:
+    """Beside others each step would have other samples; a new start of the run may choose, and so may a micro-batch."""
+    taken = taken_from(state())
+    with pytest.raises(MisfitError, match=f"this node's script differs from the run's .*{words}"):
+        state(cut=cut).take_over(taken)
+    state(cut=cut).restore(taken)
+    state(cut={"micro_batch_size": 1}).take_over(taken)
+
+
+FIFTY, FORTY = ElasticBatchSampler(range(99), 50).settings(), ElasticBatchSampler(range(99), 40).settings()
+SAID = "got global_batch_size=40 on rank 1 of b; expected global_batch_size=50, as on other ranks"
+
+
+@pytest.mark.parametrize(
+    ("everyones", "has_trained", "raised"),
+    [
+        ([FIFTY, FIFTY, FIFTY], False, [None, None, None]),
+        ([FIFTY, FORTY, FIFTY], False, [CheckpointError, CheckpointError, CheckpointError]),
+        ([FIFTY, FORTY], False, [CheckpointError, CheckpointError]),
+        ([FIFTY, FORTY, FIFTY], True, [None, MisfitError, None]),
+        ([FIFTY, FORTY], True, [None, MisfitError]),
+    ],
+)
+def test_ranks_that_start_together(everyones: list[Any], has_trained: bool, raised: list[Any]) -> None:
+    """A first start ends on all ranks alike; later the one that differs from most leaves, of two the later one."""
+    for rank, kind in enumerate(raised):
+        named = list(zip("abc", everyones, strict=False))
+        if kind is None:
+            check_same_samplers(named, rank, has_trained=has_trained)
+            continue
+        with pytest.raises(CheckpointError, match=SAID) as found:
+            check_same_samplers(named, rank, has_trained=has_trained)
+        assert type(found.value) is kind
+
+
+def test_each_rank_may_have_data_of_its_own() -> None:
+    """With a rank that is given, and a sampler of its own, nothing is compared."""
+    assert ElasticBatchSampler(range(9), 2, rank=0, world_size=1).settings() == {}
+    assert "epoch" not in FIFTY
+    assert "drop_last" in ElasticDistributedSampler(range(9)).settings()
