@@ -65,6 +65,11 @@ class _Position:
         """Samples of this epoch that the whole world has trained."""
         return self._consumed
 
+    @property
+    def trained(self) -> int:
+        """The same over all epochs."""
+        return self._epoch * self._samples + self._consumed
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`. The current epoch keeps its position: a resumed one is not repeated."""
         if whole_number(epoch, "epoch", self._where, 0) != self._epoch:

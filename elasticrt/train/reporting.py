@@ -115,6 +115,7 @@ class Reporter:
     def finished(self, step: int, epoch: int) -> None:
         """This process has finished `step`. `entered` is written last, because it announces the next step."""
         now_ns = time.monotonic_ns()
+        self._page.samples = self._samples()
         self._page.finished(step, now_ns)
         self._page.entered = step + 1
         if not self._link.linked or now_ns < self._next_ns:
@@ -123,7 +124,6 @@ class Reporter:
         if now_ns >= self._waits_at_ns:
             self._waits_at_ns = now_ns + _READ_NS
             self._waits.read(self._page)
-            self._page.samples = self._samples()
         message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self.scalars.values(now_ns)))
         if self._link.post(message):
             self._first = False

@@ -53,8 +53,7 @@ class TrainingState:
 
     def samples(self) -> int:
         """Samples that the run has trained on, over all epochs; 0 without a sampler."""
-        known = {} if self.sampler is None else self.sampler.state_dict()
-        return int(known["epoch"] * known["samples"] + known["consumed"]) if known else 0
+        return 0 if self.sampler is None else self.sampler.trained
 
     def settings(self) -> dict[str, Any]:
         """Those of the sampler; empty without one."""

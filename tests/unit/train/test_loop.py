@@ -587,6 +587,20 @@ def test_a_pause_in_a_pause_is_a_part_of_it(tmp_path):
             assert 0 < page.pause_ns - before_ns <= time.monotonic_ns() - since_ns
 
 
+def test_samples_on_the_page(tmp_path):
+    """After each step they are those of the run, restarts and epochs included, however fast the steps come."""
+    page = agent_client.status_page()
+    for entered in (1, 2):
+        run = Run(tmp_path)
+        seen = []
+        for _ in run.loop.epochs(entered):
+            for batch in run.loop.batches(run.loader):
+                seen.append(page.samples)
+                run.train(batch)
+        assert seen[1:] == [(entered - 1) * SAMPLES + done for done in (6, 12, 18)]
+        assert page.samples == entered * SAMPLES
+
+
 def test_pause_takes_the_weights_off(tmp_path):
     """A backward inside pause is nobody's share."""
     run = Run(tmp_path, micro=2)
