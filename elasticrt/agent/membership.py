@@ -68,7 +68,7 @@ class Membership:
         self.driver = StoreDriver(
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self._told_to_leave
         )
-        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put))
+        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put, self.meeting.place))
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
         late = _too_late(settings.run_id, timeout_s)
         how = Joining(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)

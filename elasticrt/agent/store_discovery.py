@@ -16,7 +16,7 @@ from elasticrt.rendezvous.requests import Conversation, Read
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import DEFAULT_PORT, is_loopback
-from elasticrt.store.embedded import Served, find_or_start
+from elasticrt.store.embedded import Served, find_or_start, runtime_directory
 from elasticrt.store.etcd_server import connect
 from elasticrt.store.protocol import Address, Store, StoreUnavailable
 from elasticrt.text import shell
@@ -45,6 +45,11 @@ class Meeting:
     endpoints: tuple[Address, ...]
     served: Served | None
     address: str
+
+    @property
+    def place(self) -> str:
+        """Where agents of this machine find the store; the same when a fresh one has taken its place."""
+        return ",".join(map(str, self.endpoints)) if self.served is None else str(runtime_directory())
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:

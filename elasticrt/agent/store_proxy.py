@@ -87,10 +87,12 @@ class StoreRequests:
         store: where requests are carried out.
         keys: the run's.
         committed: called with every new head.
+        meeting: where the agents of this machine find the store, or a fresh one in its place.
     """
 
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str = "") -> None:
         self.store = store
+        self._meeting = meeting
         self._keys = keys
         self._committed = committed
         self._holdings: dict[str, Holding] = {}
@@ -174,7 +176,7 @@ class StoreRequests:
         key = self._keys.place(request.place)
         found = self.store.read(key)
         if request.take:
-            owner = Owner.here(self._keys.run_id, found.store_id, asked.node)
+            owner = Owner.here(self._keys.run_id, found.store_id, asked.node, self._meeting)
             holding = Holding(Path(request.directory), owner)
             try:
                 other = holding.take()

@@ -45,6 +45,7 @@ class Owner:
         pid: of the agent, or of the process without one.
         started: when that process started, in ticks since boot.
         token: new each time that the directory is taken.
+        meeting: where the agents of this machine find their store, also a fresh one in its place; "" without one.
     """
 
     run: str
@@ -54,11 +55,12 @@ class Owner:
     pid: int
     started: int
     token: str
+    meeting: str = ""
 
     @classmethod
-    def here(cls, run: str, store: str, node: str) -> Owner:
+    def here(cls, run: str, store: str, node: str, meeting: str = "") -> Owner:
         """The record of this process."""
-        return cls(run, store, node, machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8))
+        return cls(run, store, node, machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8), meeting)
 
     @classmethod
     def from_json(cls, text: bytes) -> Owner | None:
@@ -90,7 +92,8 @@ def judge(found: Owner | None, me: Owner, *, runs: bool, age_s: float) -> Verdic
     same_machine = found.machine == me.machine
     if same_machine and (found.pid, found.started) == (me.pid, me.started):
         return "ours"
-    if found.run and found.run == me.run and (found.store == me.store or same_machine):
+    same_store = found.store == me.store or (same_machine and found.meeting == me.meeting)
+    if found.run and found.run == me.run and same_store:
         return "ours"  # Another node of the same run: its commits are fenced by the store.
     if same_machine:
         return "taken" if runs else "free"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt import events
 from elasticrt.agent.edges import Edges
+from elasticrt.agent.store_discovery import Meeting
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, no_witnesses
 from elasticrt.rendezvous.records import Seat
@@ -47,7 +48,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         clock=VirtualClock(process),
         queue=lambda: VirtualQueue(sim.engine, lambda: process.rate),
         token=token,
-        meet=lambda *_: SimpleNamespace(store=process.wire, endpoints=(), served=None, address=process.address),
+        meet=lambda *_: Meeting(process.wire, (), None, process.address),
         how_to_join=lambda *_: [],
         lease_session=VirtualLeaseSession,
         store_proxy=VirtualStoreProxy,

@@ -16,9 +16,16 @@ from elasticrt.rendezvous.records import Keys
 from tests.memory_store import MemoryServer, MemoryStore
 
 
-def errands_of(server: MemoryServer, run: str) -> StoreRequests:
+def errands_of(server: MemoryServer, run: str, meeting: str = "") -> StoreRequests:
     """The agent of a run."""
-    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None)
+    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None, meeting)
+
+
+def by_another_agent(directory: Path) -> None:
+    """The record there becomes that of another process that lives."""
+    text = (directory / NAME).read_text()
+    (directory / NAME).write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}').replace(
+        f'"started": {start_of(os.getpid())}', f'"started": {start_of(os.getppid())}'))  # fmt: skip
 
 
 def ask(errands: StoreRequests, request: Own | Save) -> Reply:
@@ -58,14 +65,27 @@ def test_a_run_whose_agent_lives(tmp_path: Path) -> None:
     own = Own(1, str(tmp_path), "0" * 16, take=True)
     assert ask(first, own).ok
     text = (tmp_path / NAME).read_text()
-    (tmp_path / NAME).write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}').replace(
-        f'"started": {start_of(os.getpid())}', f'"started": {start_of(os.getppid())}'))  # fmt: skip
+    by_another_agent(tmp_path)
     reply = ask(second, own)
     assert (reply.refusal, reply.reason) == ("taken", f"run first, process {os.getppid()} on n0")
     (tmp_path / NAME).write_text(text)
     first.release()
     assert ask(second, own).ok
     second.release()
+
+
+def test_two_live_runs_of_one_id(tmp_path: Path) -> None:
+    """F13: one machine, two etcds: the second is refused, unless its etcd has only taken the place of the first's."""
+    first = errands_of(MemoryServer(lambda: 0.0, "first"), "run", "/run/elasticrt")
+    fresh = errands_of(MemoryServer(lambda: 0.0, "fresh"), "run", "/run/elasticrt")
+    other = errands_of(MemoryServer(lambda: 0.0, "other"), "run", "/home/me/elasticrt")
+    own = Own(1, str(tmp_path), "0" * 16, take=True)
+    assert ask(first, own).ok
+    by_another_agent(tmp_path)
+    assert ask(other, own).refusal == "taken"
+    assert ask(fresh, own).ok
+    for each in (first, fresh, other):
+        each.release()
 
 
 def test_a_run_that_was_followed_by_another_commits_nothing_more(tmp_path: Path) -> None:

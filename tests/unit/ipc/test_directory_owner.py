@@ -14,7 +14,7 @@ from elasticrt.ipc import directory_owner as owners
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner, judge
 from tests.unit.checkpoint.test_last_save import full_disk
 
-ME = Owner("mine", "store-1", "a", "machine-1", 10, 100, "t1")
+ME = Owner("mine", "store-1", "a", "machine-1", 10, 100, "t1", "/run/elasticrt")
 OTHER = Owner("other", "store-2", "b", "machine-2", 20, 200, "t2")
 
 CASES = [
@@ -23,6 +23,9 @@ CASES = [
     (ME, True, 0.0, "ours"),
     (replace(ME, pid=11, machine="machine-2"), True, 0.0, "ours"),  # Another node of this run.
     (replace(ME, pid=11, store="store-9"), True, 0.0, "ours"),  # Its embedded etcd has been replaced.
+    (replace(ME, pid=11, store="store-9", meeting="/run/other"), True, 0.0, "taken"),  # Two live runs of one id.
+    (replace(ME, pid=11, store="store-9", meeting="/run/other"), False, 0.0, "free"),
+    (replace(ME, pid=11, meeting="http://here:2379"), True, 0.0, "ours"),  # That etcd by another of its names.
     (replace(ME, pid=11, store="store-9", machine="machine-2"), False, 0.0, "unsure"),  # Of the same id only.
     (replace(OTHER, machine="machine-1"), True, 99.0, "taken"),
     (replace(OTHER, machine="machine-1"), False, 0.0, "free"),
