@@ -185,7 +185,8 @@ class Recovery:
         phases: ms of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
             is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run),
             "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
-            group), "restore" (the state is restored), "first_step" (a step is done). They add up to the pause.
+            group), "loop" (the script has come to its `Loop`), "restore" (the state is restored), "first_step" (a step
+            is done). They add up to the pause.
         age_s: seconds since it was over.
     """
 

@@ -51,6 +51,7 @@ class StatusPage:
         entered: the step that it has entered (it writes s + 1 at the end of step s, before it reads `stop`).
         step, step_at_ns: the last finished global step, and when it finished.
         init_at_ns, joined_at_ns: when `elasticrt.init` was called, and when it had a process group.
+        loop_at_ns: when the script came to its Loop in this start; 0 in later generations of a process.
         restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; FIRST_BATCH while it waits
             for the loader to begin; 0 while saving, in a pause, between epochs and outside of a Loop.
@@ -102,6 +103,7 @@ class StatusPage:
     waited_ns = _Word(19)
     waits = _Word(20)
     looks = _Word(21)
+    loop_at_ns = _Word(22)
 
     data_ns = _Word(32)
     save_ns = _Word(33)

@@ -25,8 +25,8 @@ TELL_EVERY_S = 5.0
 # The last step before a time without one has an event after this many seconds, so that its number and age are known.
 TELL_LAST_S = 1.0
 # A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
-# `elasticrt.init` is called; there is a process group; the state is restored; a step is done.
-PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
+# `elasticrt.init` is called; there is a process group; the Loop is entered; the state is restored; a step is done.
+PHASES = ("detect", "agree", "stop", "start", "script", "init", "loop", "restore", "first_step")
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
@@ -195,7 +195,8 @@ class Progress:
         """Tell how the recovery until `at_ns` was spent, and begin anew."""
         own = self._count_from(at_ns)
         if own:
-            self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
+            self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns)
+            self._marks.update(loop=own[0].loop_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
         parts = phases(0 if pause_s is None else self._last_ns, self._marks)
         self._marks = {}

@@ -30,7 +30,7 @@ BUCKETS: Mapping[str, str] = {
     DETECT: "from the last step until it was known that something had happened; all of a hang",
     AGREE: "until the next generation was agreed",
     REFORM: "old workers ended, living ones took their new seats, the process group was made",
-    SET_UP: "workers started, and the script came to `elasticrt.init`",
+    SET_UP: "workers started, and the script came to its `Loop`",
     RESTORE: "the state was loaded, or taken over from another worker",
     START: "the agent or the worker parent started, or the agent ended",
     WAITING: "there were fewer nodes than the run needs",
@@ -46,6 +46,7 @@ _PHASES = {
     "start": SET_UP,
     "script": SET_UP,
     "init": REFORM,
+    "loop": SET_UP,
     "restore": RESTORE,
     "first_step": TRAIN,
 }

@@ -281,7 +281,7 @@ class InPlace:
     def meet(self, step: int) -> regroup.Meeting | None:
         """Leave the old group, and meet in the seat's generation. None: a rank did not come."""
         self._page.init_at_ns = time.monotonic_ns()
-        self._page.step_at_ns = 0
+        self._page.step_at_ns = self._page.loop_at_ns = 0
         try:
             meeting = self._regroup(self.worker)
         except regroup.Overtaken:

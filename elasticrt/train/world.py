@@ -83,6 +83,7 @@ class World:
             self.in_place.set_up_beside(self._state.objects)
             self.go_on()
             return
+        self._page.loop_at_ns = time.monotonic_ns()
         self._state.numbers.compare()
         self._state.compare(worker)
         found = self._saving.checkpointer.begin(fresh=fresh)

@@ -202,7 +202,7 @@ def test_disturbed(
     assert recoveries, "every recovery says where its time went"
     for recovery in recoveries:
         assert list(recovery["phases"]) == [name for name in PHASES if name in recovery["phases"]]
-        assert {"agree", "start", "script", "init", "restore", "first_step"} <= set(recovery["phases"])
+        assert {"agree", "start", "script", "init", "loop", "restore", "first_step"} <= set(recovery["phases"])
         assert sum(recovery["phases"].values()) == pytest.approx(1000 * recovery["pause_s"], abs=0.01)
     again = {event["redone"] for event in cluster.events("first_step") if event["generation"] == 2}
     if lossless:

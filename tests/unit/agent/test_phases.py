@@ -22,8 +22,8 @@ MS = 1_000_000
         pytest.param(100, {}, {}, id="nothing-marked"),
         pytest.param(
             100,
-            dict(zip(PHASES, (110, 115, 118, 120, 150, 160, 165, 180), strict=True)),
-            dict(zip(PHASES, (10, 5, 3, 2, 30, 10, 5, 15), strict=True)),
+            dict(zip(PHASES, (110, 115, 118, 120, 150, 160, 162, 165, 180), strict=True)),
+            dict(zip(PHASES, (10, 5, 3, 2, 30, 10, 2, 3, 15), strict=True)),
             id="all",
         ),
         pytest.param(

@@ -74,6 +74,26 @@ def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
     assert sum(set_up.phases.values()) == 1000.0
 
 
+def test_what_a_script_does_before_its_loop_is_no_restoring() -> None:
+    """A tokenizer runs for 15 s between `elasticrt.init` and the Loop; one that goes on in place comes to no Loop."""
+    page, kept, clock = Words(), Kept(), Second()
+    progress = Progress(lambda: [page], kept, clock)
+    progress.replaced(1)
+    progress.started(1, 2 * SECOND)
+    page.init_at_ns, page.joined_at_ns, page.loop_at_ns, page.restored_at_ns = (at * SECOND for at in (3, 4, 19, 20))
+    progress.stepped(1, Step(1, 0, 22 * SECOND, 0, True))
+    page.finished(5, 30 * SECOND)
+    progress.remember()
+    clock.at = 31
+    progress.replaced(2)
+    page.init_at_ns, page.joined_at_ns, page.loop_at_ns, page.restored_at_ns = (at * SECOND for at in (32, 33, 0, 34))
+    progress.stepped(2, Step(6, 0, 35 * SECOND, 5, True))
+    first, second = [each.phases for each in kept.found if isinstance(each, (events.SetUp, events.Recovery))]
+    assert (first["init"], first["loop"], first["restore"]) == (1000.0, 15_000.0, 1000.0)
+    assert (second["init"], second["restore"]) == (1000.0, 1000.0)
+    assert "loop" not in second
+
+
 def test_the_last_step_is_told_when_no_other_follows() -> None:
     """Once, with its age and whether it is followed by a pause."""
     page, kept, clock = Words(), Kept(), Second()

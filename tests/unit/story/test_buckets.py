@@ -55,6 +55,14 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
         ),
         pytest.param(
             [
+                (10.0, "a", begun(2, "a")),
+                (12.5, "a", events.Recovery(2, 3.0, {"detect": 100, "start": 500, "loop": 1900, "restore": 500})),
+            ],
+            {**START, "train": 6.0, "detect": 0.1, "set-up": 1.0 + 2.4, "restore": 0.25 + 0.5},
+            id="a tokenizer before the loop",
+        ),
+        pytest.param(
+            [
                 (9.0, "a", events.Progress(1, 50, 1.0, 0.0, 0.0)),
                 (9.8, "a", events.Progress(1, 55, 2.5, 0.0, 0.0)),
                 (10.0, "a", begun(2, "a")),

@@ -587,6 +587,15 @@ def test_a_pause_in_a_pause_is_a_part_of_it(tmp_path):
             assert 0 < page.pause_ns - before_ns <= time.monotonic_ns() - since_ns
 
 
+def test_restoring_begins_with_the_loop(tmp_path):
+    """What the script has done before is no part of it."""
+    page = agent_client.status_page()
+    run = Run(tmp_path)
+    since_ns = time.monotonic_ns()
+    run.to_the_end(1)
+    assert since_ns <= page.loop_at_ns < page.restored_at_ns < page.step_at_ns
+
+
 def test_samples_on_the_page(tmp_path):
     """After each step they are those of the run, restarts and epochs included, however fast the steps come."""
     page = agent_client.status_page()
