@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 from elasticrt import events
@@ -63,19 +64,19 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
                 yield record
 
 
-def success(directory: Path) -> str:
-    """The reason of the newest result in a run's directory, if it is a success and nothing tells of a later attempt."""
-    ends = [(0.0, "")]
+def newest_result(directory: Path) -> events.Result | None:
+    """The newest result in a run's directory, if nothing tells of a later attempt."""
+    ends: list[tuple[float, events.Result | None]] = [(0.0, None)]
     for path in files(directory):
         try:
             for number, each in enumerate(records(path, PIECE_BYTES)):
-                succeeded = isinstance(each.event, events.Result) and each.event.status == "succeeded"
+                found = each.event if isinstance(each.event, events.Result) else None
                 # Whatever this piece begins with stands for the start of a long attempt, which is before it.
-                if number == 0 or isinstance(each.event, events.Result | events.AgentStarted):
-                    ends.append((each.time, vars(each.event)["reason"] if succeeded else ""))
+                if number == 0 or found is not None or isinstance(each.event, events.AgentStarted):
+                    ends.append((each.time, found))
         except OSError as error:
             log.warning("how the run ended is not read: %s: %s", path, error.strerror)
-    return max(ends)[1]
+    return max(ends, key=itemgetter(0))[1]
 
 
 class Sparse:

@@ -392,8 +392,16 @@ class Agent(Side):
     # The store.
 
     def revive_store(self) -> None:
-        """See `Side`. The embedded etcd is not durable: the run goes on from the newest checkpoint on disk."""
+        """See `Side`. The embedded etcd is not durable: the run goes on from the newest checkpoint on disk.
+
+        It also ends with the run, of which an agent that was stopped by a signal hears too late.
+        """
         if not self.membership.embedded_died():
+            return
+        ended = self.membership.how_it_ended(self.member)
+        if ended is not None:
+            self.console.warn("this machine's etcd has ended with the run, as the logs of other nodes tell")
+            self.member.has_ended(ended)
             return
         self.console.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"

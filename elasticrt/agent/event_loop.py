@@ -102,7 +102,8 @@ class Side:
         """Take note that this member has published a generation. `before`: the view before that."""
 
     def revive_store(self) -> None:
-        """If an embedded store of this machine has died, start another one. Raises StoreUnavailable."""
+        """If an embedded store of this machine has died, start another one, or note the result of the run with which it
+        has ended. Raises StoreUnavailable."""
 
 
 class EventLoop:
@@ -184,6 +185,8 @@ class EventLoop:
     def _read_again(self, now: float) -> None:
         try:
             self._side.revive_store()
+            if self.member.view.result is not None:
+                return
             self.driver.run(self.member.replica.refresh())
         except StoreUnavailable as error:
             self.member.failed(error, self._clock.monotonic())

@@ -16,7 +16,7 @@ from elasticrt.agent.store_discovery import Meeting
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
 from elasticrt.errors import StoreError
-from elasticrt.event_log import success
+from elasticrt.event_log import newest_result
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.settings import Settings
@@ -75,20 +75,20 @@ class Membership:
         result = self.driver.run(member.join(how))
         if result is not None:
             return result
-        ended = self._has_succeeded(member) if not (member.me.started or member.view.number) else ""
-        if ended:
+        new = not (member.me.started or member.view.number or options.again) and len(member.view.members) == 1
+        ended = self.how_it_ended(member) if new else None
+        if ended is not None and ended.status == "succeeded":
             self.leave(member)
-            return Result(attempt=member.me.attempt, status="succeeded", code=0, reason=ended, generation=0)
+            return ended
         record = member.me.record
         seen = max(record.seen, newest_generation(settings.run_dir))
         member.me = replace(member.me, record=record.model_copy(update={"seen": seen}))
         return None
 
-    def _has_succeeded(self, member: Member) -> str:
-        """How the run has succeeded before, by its logs: an embedded etcd, with its result, has ended with the run."""
-        alone = len(member.view.members) == 1
-        asked = alone and self.meeting.served is not None and not self._settings.options.again
-        return success(self._settings.run_dir) if asked else ""
+    def how_it_ended(self, member: Member) -> Result | None:
+        """How the run has ended, by its logs: an embedded etcd, with its result, has ended with the run."""
+        found = newest_result(self._settings.run_dir) if self.meeting.served is not None else None
+        return Result(attempt=member.me.attempt, generation=0, **vars(found)) if found is not None else None
 
     def embedded_died(self) -> bool:
         """Whether an embedded etcd was used and its keeper has ended."""
@@ -105,8 +105,11 @@ class Membership:
     def leave(self, member: Member, *, seat_too: bool = False) -> None:
         """Delete the member key, whatever state it is in; with `seat_too` its seat is given up as well.
 
-        If etcd does not answer, the key is deleted when the lease ends.
+        If etcd does not answer, the key is deleted when the lease ends. It is gone with an embedded etcd that has
+        ended.
         """
+        if self.embedded_died():
+            return
         try:
             self.driver.run(member.leave(seat_too=seat_too))
         except StoreError as error:

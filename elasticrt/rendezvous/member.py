@@ -45,7 +45,7 @@ from elasticrt.rendezvous.registration import Entered, Kept
 from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
 from elasticrt.rendezvous.transactions import Guard
-from elasticrt.rendezvous.view import Verdict, View, with_verdict
+from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import LeaseLost, StoreFull, StoreUnavailable, Txn
 
@@ -287,6 +287,10 @@ class Member:
     def drain(self) -> None:
         """Tell the leader that this node is to hand over and leave."""
         self._change(draining=True)
+
+    def has_ended(self, result: Result) -> None:
+        """Take note of the run's `result`, which the store is not there any more to tell."""
+        self.replica.view = replace(self.view, latest=Stored(result, 0, 0, 0.0))
 
     def begin_anew(self) -> None:
         """Begin another life in another store, which takes the place of one that was lost."""

@@ -203,6 +203,24 @@ def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         assert run.ended() == {"n0": 0, "n1": 0}
 
 
+def test_an_agent_that_was_stopped_past_the_end_of_the_run_ends_with_it(tmp_path: Path) -> None:
+    """Its machine's etcd has ended with the run, whose result the other node's log tells: nothing runs again."""
+    with Run(tmp_path, "--nnodes", "1:2", "--lease-ttl", "2", *TOGETHER) as run:
+        run.start("n0")
+        stopped = run.start("n1")
+        run.wait_for_training(1, 2)
+        kill(stopped.pid, signal.SIGSTOP)
+        run.finish()
+        run.agents["n0"].process.wait(60)
+        served = find(run.run_id)
+        assert served is None or gone([served.keeper_pid], 30) == []
+        kill(stopped.pid, signal.SIGCONT)
+        assert run.ended() == {"n0": 0, "n1": 0}
+        assert "training 3" not in stopped.text()
+        assert [event["status"] for event in stopped.events if event["event"] == "result"] == ["succeeded"]
+        assert not any(event.get("fresh") for event in stopped.events)
+
+
 def test_no_etcd_is_one_line_and_code_4(tmp_path: Path) -> None:
     """An endpoint where nothing listens is said in one line, without a traceback, and nothing is left running."""
     (tmp_path / "train.py").write_text("")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elasticrt import events
-from elasticrt.event_log import PIECE_BYTES, EventLog, Sparse, files, records, success
+from elasticrt.event_log import PIECE_BYTES, EventLog, Sparse, files, newest_result, records
 
 VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None, "int | None": None}
 LISTS = {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 2), "tuple[float, ...]": (0.5,)}
@@ -74,7 +74,7 @@ def test_a_file_is_read_to_its_end(tmp_path):
     log.write(events.Result("succeeded", 0, "at last"))
     log.close()
     assert [record.event.status for record in records(files(tmp_path)[0])] == ["failed", "succeeded"]
-    assert success(tmp_path) == "at last"
+    assert newest_result(tmp_path) == events.Result("succeeded", 0, "at last")
 
 
 def test_half_a_line_costs_the_next_agent_nothing(tmp_path):
@@ -114,7 +114,8 @@ def test_a_run_that_was_begun_again_has_not_succeeded(tmp_path: Path, lives: Any
         logs[node].write(event)
     for log in logs.values():
         log.close()
-    assert success(tmp_path) == found
+    result = newest_result(tmp_path)
+    assert (result.reason if result is not None else "") == found
 
 
 def test_a_file_has_few_of_those_that_come_often():
