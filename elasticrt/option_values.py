@@ -237,6 +237,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     # 0 is out of range, so what does not match gets the same message as what is too small.
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if least > most:
+        raise ValueError("a minimum that is not above the maximum, as in 1:4")
     if not 1 <= least <= most <= NODES_MAX:
         raise ValueError(f"a number of nodes, or MIN:MAX such as 1:4, with 1 <= MIN <= MAX <= {NODES_MAX}")
     return least, most

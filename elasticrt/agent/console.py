@@ -342,7 +342,7 @@ class Console:
         """Say how the run went, as far as this node knows, and where more is told."""
         for line in summary(self.story):
             self.say(line, "summary")
-        if self.story.chapters:
+        if self.story.chapters and self._settings.run_dir.is_dir():
             self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}", "summary")
 
 

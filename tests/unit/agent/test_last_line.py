@@ -222,6 +222,21 @@ def test_who_leaves_says_how_the_run_went(go_on, tmp_path, capsys):
     assert said[-1].startswith("elasticrt: to bring this node back" if go_on else "elasticrt: to go on")
 
 
+def test_a_directory_that_could_not_be_made_is_not_named(tmp_path, capsys):
+    """Where nothing is kept, no line at the end names a report of it."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    (tmp_path / "runs").touch()
+    run_dir = tmp_path / "runs" / "calm-fox"
+    console = Console(SimpleNamespace(node="a", run_dir=run_dir, run_id="calm-fox", options=options), edges)
+    for event in (started(), begun(1, "a", "start"), events.FirstStep(1, 1, 0, None, None)):
+        console.events.write(event)
+    console.left(Leave("SIGINT received"), None)
+    said = capsys.readouterr().err
+    assert "1 step" in said
+    assert str(run_dir) not in said
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_node_that_has_stood_by_names_the_newest_checkpoint(leaves, tmp_path, capsys):
     """That of the run, which others have saved since it had a seat: when it leaves, and when the run ends."""

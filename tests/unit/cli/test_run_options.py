@@ -173,7 +173,7 @@ def test_a_run_that_is_named_after_its_endpoint_trains_again(argv: list[str], ag
         (["--log-dir", "x" * 300, "train.py"], "no place for logs (--log-dir)"),
         (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
-        (["--nnodes", "2:1", "train.py"], "--nnodes"),
+        (["--nnodes", "2:1", "train.py"], "(--nnodes): got 2:1; expected a minimum that is not above the maximum"),
         (["--nnodes", "a:b", "train.py"], "--nnodes"),
         (["--nnodes", "1:2:3", "train.py"], "--nnodes"),
         (["--nnodes", "", "train.py"], "--nnodes"),
