@@ -77,9 +77,10 @@ def planned(led: LeaderContext) -> Decision:
             return Withdraw(f"given up: {wish.reason}")
         if asked is None:
             return wish
-        wish = Reconfiguration(
-            "drain", asked.record.cause, asked.record.save
-        )  # Too late to give it up: some may have left.
+        # Too late to give it up: some may have left.
+        still = led.leaving or any(_has_more(led, entry) for entry in candidates(led.view))
+        cause = asked.record.cause if still else f"given up too late: {asked.record.cause}"
+        wish = Reconfiguration("drain", cause, asked.record.save)
     if asked is None:
         return Ask(f"{wish.cause}: hold", HandoverRecord(generation=led.generation.number, cause=wish.cause))
     if not asked.record.step:
@@ -221,6 +222,11 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
 
 
 def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
-    """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has."""
+    """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has.
+
+    A key that tells of workers in an earlier generation has still to tell what has become of them.
+    """
+    if 0 < entry.record.generation < led.view.number:
+        return False
     seat = led.view.seat_of(entry.record.node, entry.record.incarnation)
     return seat is None or (led.in_place and entry.record.ready > seat.workers)

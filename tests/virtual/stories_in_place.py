@@ -381,6 +381,14 @@ IN_PLACE: list[Plan] = [
         for when in (-0.01, 0.0, 0.01, 0.3)
     ),
     _living(
+        "the leader hears late that a node whose worker was killed has none",
+        3,
+        Fault(6.0, "worker_killed", "n1"),
+        Snag("n1", "announces its state", "slow", 0.5, on="n1.1 File"),
+        setup_s=3.0,
+        generations_max=3,
+    ),
+    _living(
         "a newcomer waits for a worker that is busy for long",
         3,
         Fault(6.0, "worker_stuck", "n1", 80.0),
