@@ -10,7 +10,7 @@ import os
 import queue
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,5 +51,6 @@ class Edges:
     worker_group: Callable[..., WorkerGroup] = WorkerGroup
     take_stacks: Callable[..., None] = stacks.take
     state_of: Callable[[int], str] = proc.state_of
+    cpu_s: Callable[[Iterable[int]], float] = proc.cpu_s
     close_file: Callable[[int], None] = os.close  # One that a worker has sent.
     seats_per_chunk: int = SEATS_PER_CHUNK  # Of a roster, on average.

@@ -102,6 +102,7 @@ class Supervisor:
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed, and when.
         self._frozen: dict[int, Failure] = {}  # By pid: workers that are ended because a signal had stopped them.
         self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
+        self._spares = False  # Whether such a worker is left alone as long as it works.
         self._joining = JoiningWorkers()
         self.misfit: Failure | None = None
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
@@ -112,7 +113,7 @@ class Supervisor:
         self.hangs = HangMonitor(
             settings, put, event_log, say,
             group=self.group, state=lambda: self._state, look=lambda: self.pages.of(self._state),
-            take=edges.take_stacks, state_of=edges.state_of,
+            take=edges.take_stacks, state_of=edges.state_of, cpu_s=edges.cpu_s,
         )  # fmt: skip
 
     def open(self) -> None:
@@ -239,8 +240,12 @@ class Supervisor:
         age_s, limit_s = now - state.seated_ns / 1e9, SEATED_WAITING_S_MAX if self._waits else SEATED_S_MAX
         self._late_at = None if age_s >= limit_s else now + limit_s - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
+        pids = self.group.pids(state.number)
+        works = self._spares and self.hangs.work(now, [pids[rank] for rank in late if rank in pids], age_s)
         if late and self._late_at is not None:
             self.hangs.ask(Stacks("late", state.number, 0, age_s, False), late)
+        elif works:
+            self._late_at = now + limit_s
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {limit_s:g} s"
             self._say(f"{text}: they are ended")
@@ -501,6 +506,9 @@ class Supervisor:
         pids = {**group.pids(0), **group.pids(number)}
         now_ns = self._clock.monotonic_ns()
         self._late_at = self._clock.monotonic() + LATE_S
+        # Nothing has failed before a planned change. Who has not come to that by the next one still does the same.
+        still = self._spares and not all(self.pages.took_seat(before, rank) for rank, _ in lives)
+        self._spares = still or generation.kind in ("join", "drain", "resize")
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._tell_generation(generation, generation.resume.reached if generation.resume else 0)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,3 +205,9 @@ def in_sessions(session_ids: Collection[int]) -> list[int]:
             if os.getsid(pid) in session_ids:
                 found.append(pid)
     return found
+
+
+def cpu_s(sessions: Iterable[int]) -> float:
+    """Seconds of processor time of all processes in these sessions, with their children that were reaped."""
+    found = (stat(pid) for pid in in_sessions(set(sessions)))
+    return sum(each.ticks for each in found if each is not None) / os.sysconf("SC_CLK_TCK")

@@ -55,7 +55,8 @@ LATE_S = 2.0
 step was expected of it, and it was neither meeting others nor sharing their state."""
 
 SEATED_S_MAX = 10.0
-"""After this time such a worker is ended, and the others go on without it."""
+"""After this time such a worker is ended, and the others go on without it. After a planned change only if it does
+nothing, or has been late for --hang-timeout: nothing has failed that would keep it from coming."""
 
 SEATED_WAITING_S_MAX = 5.0
 """The same where the others make no step but save: nodes that leave do not wait for long."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from typing import Any
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.proc import in_sessions, stat, unacknowledged
+from elasticrt.ipc.proc import unacknowledged
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import (
     BLAME_AGAIN_S,
@@ -40,7 +39,16 @@ from elasticrt.ipc.time_bounds import (
 from elasticrt.ipc.typed import typed
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
-from elasticrt.liveness.stall_detector import STANDING_FACTOR, STANDING_S, Idle, Sight, StallDetector, Stand, Stopped
+from elasticrt.liveness.stall_detector import (
+    IDLE_SHARE,
+    STANDING_FACTOR,
+    STANDING_S,
+    Idle,
+    Sight,
+    StallDetector,
+    Stand,
+    Stopped,
+)
 from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
@@ -66,6 +74,7 @@ class HangMonitor:
         look: returns the pages of all that run, by local rank.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for the state of a process, as `proc.state_of`.
+        cpu_s: the processor time of sessions, as `proc.cpu_s`.
     """
 
     def __init__(
@@ -80,10 +89,11 @@ class HangMonitor:
         look: Callable[[], Sequence[StatusPage]],
         take: Callable[..., None],
         state_of: Callable[[int], str],
+        cpu_s: Callable[[Iterable[int]], float],
     ) -> None:
         self._group, self._state, self._look = group, state, look
         self._take = take
-        self._state_of = state_of
+        self._state_of, self._cpu_s = state_of, cpu_s
         self._settings = settings
         self._hang_s = settings.options.hang_timeout_s
         self._put = put
@@ -119,6 +129,7 @@ class HangMonitor:
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
+        self._used = now, math.inf  # When it was asked last whether late workers work; their processor time then.
 
     @property
     def _usual_s(self) -> float:
@@ -170,6 +181,13 @@ class HangMonitor:
         self._stopped = self._stopped.looked([pid for pid in pids if self._state_of(pid) == "T"], now)
         self._stopped_look_at = now + LOOK_S if pids else None
         return self._stopped.over(now)
+
+    def work(self, now: float, pids: Collection[int], age_s: float) -> bool:
+        """Whether the workers `pids`, which have been late for `age_s`, have used processor time since the question
+        before. None has at the first question, nor after --hang-timeout."""
+        (at, before_s), self._used = self._used, (now, self._cpu_s(pids))
+        too_long = 0 < self._hang_s <= age_s
+        return bool(pids) and not too_long and self._used[1] - before_s >= IDLE_SHARE * (now - at)
 
     def stood(self, now: float) -> events.Stalled:
         """The event about workers that a signal has stopped, as of `now`."""
@@ -350,7 +368,7 @@ class HangMonitor:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
             self._idle_look_at = now + LOOK_IDLE_S
-            used_s = cpu_s(left.values())
+            used_s = self._cpu_s(left.values())
             before = self._idle or Idle(now, used_s, now)
             self._idle = before.looked(used_s, now, self._hang_s)
             over = self._idle.over and not before.over
@@ -459,9 +477,3 @@ def where(lines: Sequence[str]) -> str:
     """The innermost place in the `lines` of a stack; the first lines if there is none."""
     places = [line.strip() for line in lines if line.startswith("  File ")]
     return places[0] if places else "; ".join(lines[:2])
-
-
-def cpu_s(sessions: Iterable[int]) -> float:
-    """Seconds of processor time of all processes in these sessions, with their children that were reaped."""
-    found = (stat(pid) for pid in in_sessions(set(sessions)))
-    return sum(each.ticks for each in found if each is not None) / os.sysconf("SC_CLK_TCK")

@@ -207,6 +207,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "the last worker of the node that leads is killed before it gets its seat, and then all others",
     ),
+    "a busy worker is ended when a node drains": ("L9", "n1 drains while all are busy for 20 s"),
+    "who is busy is ended when the node that drains has left": ("L9", "n0 drains while all are busy for 40 s"),
     "one lost worker ends all of its node": ("L9", "the run ends while a replacement sets up"),
     "places of a node are counted by local rank": ("S3", "the run ends while a replacement sets up"),
     "a stopped worker is waited for": ("L1", "a signal stops a worker whose agent lives"),
@@ -428,4 +430,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_newcomers without: led.me.starting": ("S10", "a newcomer comes while a generation starts"),
     "_newcomers without: spec.join == 'failure'": ("L6", "nobody is let in without a failure"),
     "_newcomers without: led.now < max(quiet, paid)": ("L6", "newcomers come together"),
+    "_has_more without: 0 < entry.record.generation < led.view.number": (
+        "L6",
+        "the leader hears late that a node whose worker was killed has none",
+    ),
 }

@@ -61,6 +61,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         worker_group=lambda put, **_: VirtualGroup(process, put),
         take_stacks=lambda *_: None,
         state_of=process.state_of,
+        cpu_s=process.cpu_s,
         close_file=lambda _: None,
         seats_per_chunk=sim.plan.seats_per_chunk,
     )

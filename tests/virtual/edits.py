@@ -207,6 +207,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "supervisor", "Supervisor._go_on", "self._late_at = self._clock.monotonic() + LATE_S", "self._late_at = None"),
     ),
     "a node none of whose workers came along runs them": ((_W + "group_state", "GroupState.went_on", "bool(ranks)", "True"),),
+    "a busy worker is ended when a node drains": ((_A + "supervisor", "Supervisor._end_unseated", "self._spares and", "False and"),),
+    "who is busy is ended when the node that drains has left": ((_A + "supervisor", "Supervisor._go_on", "still or generation.kind", "generation.kind"),),
     "one lost worker ends all of its node": ((_A + "supervisor", "Supervisor._failed", "if not self._able():", "if True:"),),
     "places of a node are counted by local rank": ((_W + "environment", "worker_env", "local_rank if place is None else place", "local_rank"),),
     "a stopped worker is waited for": ((_A + "supervisor", "Supervisor._end_stopped", "in pids.items() if pid in over", "in ()"),),

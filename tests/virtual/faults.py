@@ -210,11 +210,14 @@ class Faults:
         return True
 
     def worker_stuck(self, process: Process, fault: Fault) -> bool:
-        """A worker's main thread does nothing for a while, whatever is cut; without a time, for ever. Or in a pause."""
+        """A worker's main thread does nothing for a while, whatever is cut; without a time, for ever.
+
+        Or in a pause; or it is "busy": it does something that is no step."""
         found = [each for each in process.group.workers if each.alive]
         for worker in found[:1]:
             if fault.other == "pause":
                 worker.page.stepping = 0
+            worker.busy = fault.other == "busy"
             worker.stuck_until = self.sim.engine.now + fault.for_s if fault.for_s else math.inf
         return bool(found)
 

@@ -51,7 +51,7 @@ class Worker:
         trained: its state, of as many finished steps; `whole`: it is the state of just these.
         group: the process group that it is in, or comes to.
         waiting: it has no group and waits for a seat.
-        stuck_until: its main thread does nothing until then, whatever is cut; `stopped`: by a signal.
+        stuck_until: its main thread does nothing until then, whatever is cut; `stopped`: by a signal; `busy`: it works.
         at_home_at: since when it can go on in place.
     """
 
@@ -69,7 +69,7 @@ class Worker:
         self.seat: WorkerEnv | None = None
         self.group: ProcessGroup | None = None
         self.waiting = False
-        self.stuck_until, self.stopped = 0.0, False
+        self.stuck_until, self.stopped, self.busy = 0.0, False, False
         self.at_home_at = math.inf
         self.died_at = math.inf
         self.first = True

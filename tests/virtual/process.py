@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import queue
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,10 @@ class Process:
     def state_of(self, pid: int) -> str:
         """The kernel's letter for what one of its workers is doing."""
         return self.group.state_of(pid)
+
+    def cpu_s(self, pids: Iterable[int]) -> float:
+        """The processor time of some of its workers, in seconds."""
+        return self.group.cpu_s(pids)
 
     @property
     def group(self) -> VirtualGroup:

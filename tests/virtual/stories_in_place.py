@@ -380,6 +380,17 @@ IN_PLACE: list[Plan] = [
         for nodes in (1, 2)
         for when in (-0.01, 0.0, 0.01, 0.3)
     ),
+    *(
+        _living(
+            f"{leaves} drains while all are busy for {long_s:g} s",
+            3,
+            *(Fault(6.0, "worker_stuck", name, long_s, other="busy") for name in ("n0", "n1", "n2")),
+            Fault(7.0, "leave", leaves),
+            generations_max=4,
+            safety_s=60.0,
+        )
+        for leaves, long_s in (("n1", 8.0), ("n1", 20.0), ("n1", 40.0), ("n0", 40.0))
+    ),
     _living(
         "the leader hears late that a node whose worker was killed has none",
         3,

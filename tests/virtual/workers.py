@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -377,6 +377,11 @@ class VirtualGroup:
         """The kernel's letter for the worker with this number."""
         worker = self._worker(pid - 1, None)
         return "T" if worker is not None and worker.stopped else "S"
+
+    def cpu_s(self, pids: Iterable[int]) -> float:
+        """Seconds of processor time of the workers with these numbers, of those that are busy."""
+        now, found = self.process.sim.engine.now, (self._worker(pid - 1, None) for pid in pids)
+        return sum(now for worker in found if worker is not None and worker.busy and worker.stuck_until > now)
 
     def vanish(self, why: str) -> None:
         """The agent has died: so do its workers."""

@@ -18,10 +18,10 @@ import pytest
 
 from elasticrt import events
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.proc import state_of
+from elasticrt.ipc.proc import cpu_s, state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, StatusPage
 from elasticrt.liveness.culprit import Position
-from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, positions_in, where
+from elasticrt.liveness.hang_monitor import HangMonitor, positions_in, where
 from elasticrt.liveness.stacks import Answer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
 from elasticrt.workers.group_state import GroupState
@@ -38,6 +38,7 @@ def of_one(page: StatusPage | None = None, *, rank: int = 0) -> dict[str, Any]:
         "state": lambda: GroupState(2, running=True, seated=frozenset([0]), ranks={0: rank}),
         "look": lambda: [page],
         "state_of": lambda _: "S",
+        "cpu_s": cpu_s,
     }
 
 
