@@ -624,17 +624,16 @@ def test_pause_takes_the_weights_off(tmp_path):
             break
 
 
-def test_a_new_parameter_at_the_address_of_an_old_one_is_weighted():
-    """A layer that is made anew gets its weights, wherever its parameters lie."""
+def test_a_new_parameter_in_the_place_of_an_old_one_is_weighted():
+    """A layer that is made anew gets its weights; nothing is kept of the old one, at whose address it may lie."""
     layer = nn.Linear(1, 1, bias=False)
     weighting = Weighting([layer])
     weighting.attach()
-    address = id(layer.weight)
+    assert len(weighting._handles) == 1
     del layer.weight
     gc.collect()
-    # What is freed is used again for one of the next of its size.
-    fresh = [nn.Parameter(torch.ones(1, 1)) for _ in range(20_000)]
-    (layer.weight,) = (each for each in fresh if id(each) == address)
+    assert len(weighting._handles) == 0
+    layer.weight = nn.Parameter(torch.ones(1, 1))
     weighting.renew()
     weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
     layer(torch.ones(1, 1)).sum().backward()
