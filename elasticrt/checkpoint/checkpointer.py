@@ -318,7 +318,9 @@ def _finish_saves() -> None:
         except Exception as error:  # noqa: BLE001  At exit there is no caller to raise it to.
             _log.info("the last save failed: %s: %s", type(error).__name__, error)
             missed = missed or error
-    missed = missed or next((error for _, error in _unsaved.values()), None)  # Of one that is gone.
+    now = agent_client.worker_env().generation
+    # Of one that is gone. A save of an earlier generation is repeated by its successor, perhaps on another rank.
+    missed = missed or next((error for generation, error in _unsaved.values() if generation == now), None)
     if missed is None or not ends_well:
         return
     say(f"error: {missed}")

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
-from elasticrt.checkpoint import restoring
+from elasticrt.checkpoint import checkpointer, restoring
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
 from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
+from elasticrt.distributed import agent_client
 from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save, Unsaved
@@ -480,6 +481,23 @@ def test_a_refused_save_of_another_place_is_nobodys_last(tmp_path, monkeypatch):
         assert saver.missed
         saver.move(replace(worker, generation=2, rank=1))
         saver.finish()
+
+
+def test_a_refused_save_of_an_earlier_generation_does_not_fail_the_script_at_its_end(tmp_path, monkeypatch):
+    """F08: its process lived on, and another rank has saved since; one of the present generation fails the script."""
+    for generation, code in ((2, 0), (1, 1)):
+        with under(Agent(head="0123456789abcdef"), monkeypatch) as worker:
+            saver = Checkpointer(tmp_path)
+            saver.save(state(1), step=1)
+            assert saver.wait()
+            assert saver.missed
+            child = os.fork()
+            if child == 0:
+                checkpointer._unsaved[tmp_path] = (worker.generation, RuntimeError("refused"))  # A fork has forgotten.
+                agent_client.take_seat(replace(worker, generation=generation))
+                checkpointer._finish_saves()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 
 def test_a_save_of_the_scripts_that_a_change_has_overtaken_is_told_of(tmp_path, monkeypatch, caplog):
