@@ -154,10 +154,12 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
     """More nodes drain since the step was agreed, and too few remain: the copies of that step would leave with them.
 
     So all of them go on until they have saved together. This is how a whole job ends whose nodes get their signals one
-    after the other.
+    after the other. Where others are lost meanwhile, those that are left are too few for a step, and save at once.
     """
     leaving = [led.view.members[seat.node] for seat in led.leaving]
     members = [*candidates(led.view), *leaving]
+    if len(members) < led.spec.min_nodes:
+        return re_form(led, wish.kind, wish.cause)
     cause = f"{wish.cause}, after they have saved"
     return publish(led, wish.kind, cause, restarts=led.generation.restarts, members=members)
 

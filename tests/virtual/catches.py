@@ -408,6 +408,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node would be let in in the moment in which the last worker ends",
     ),
     "_after_hold without: missing": ("S5", "a node does not answer when another one leaves"),
+    "_once_more without: len(members) < led.spec.min_nodes": (
+        "S3",
+        "a node drains, and the one that would take its place is lost, as another is",
+    ),
     "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.view.reports.va": (
         "S12",
         "a newcomer comes while a worker has ended well",

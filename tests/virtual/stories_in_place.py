@@ -269,6 +269,16 @@ IN_PLACE: list[Plan] = [
         stays=False,
     ),
     _living(
+        "a node drains, and the one that would take its place is lost, as another is",
+        5,
+        Fault(10.0, "leave", "n2"),
+        Fault(0.0, "pause_agent", "n1", 0.8, on="Go: all leave"),
+        Fault(0.05, "worker_killed", "n4", on="Go: all leave"),
+        Fault(0.6, "worker_killed", "n3", on="Go: all leave"),
+        spec=spec_for(4, min_nodes=4, join="failure"),
+        arrivals=(0.0, 0.1, 0.2, 0.3, 4.0),
+    ),
+    _living(
         "too few are left, and wait with their state for one that sets up",
         3,
         Fault(6.0, "crash", "n2"),
