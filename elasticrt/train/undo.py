@@ -122,8 +122,7 @@ class Undo:
             known = {id(each) for each in self._early_parameters}
             pairs = zip(self._watched, self._versions, strict=True)
             new = [each for each, version in pairs if each._version != version and id(each) not in known]
-        notes = [(name, self._objects.get(name)) for name in self._noted]
-        large = {name for name, noted in notes if isinstance(noted, Note) and noted.state is None}
+        large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
         if new or large:
             self._early_parameters += new
             self._early_objects |= large
@@ -131,12 +130,11 @@ class Undo:
 
     def _rates(self) -> list[dict[str, Any]]:
         """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
-        rates = [group.copy() for group in self._groups()]
-        for group in rates:
-            del group["params"]
-            # Most of it are numbers.
-            group.update({name: _clone(each) for name, each in group.items() if type(each) not in _ATOMS})
-        return rates
+        return [
+            # Most of it are numbers, at every step.
+            {name: each if type(each) in _ATOMS else _clone(each) for name, each in group.items() if name != "params"}
+            for group in self._groups()
+        ]
 
     def note(self) -> None:
         """The step begins: note everything that it may change, but for parameters and optimizers."""
