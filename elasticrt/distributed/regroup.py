@@ -71,7 +71,7 @@ class GroupSockets:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}
-        self._peers: list[tuple[int, int]] = []  # Those of the default group to the other ranks: descriptor, inode.
+        self._peers: dict[int, str] = {}  # Those of the default group to the other ranks.
         self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
         # Where the ranks of that group listen, as far as they have said so. None: all that is new is taken for its own.
         self._addresses: set[bytes] | None = None
@@ -106,8 +106,7 @@ class GroupSockets:
                 if store_port:
                     ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
                     stores = dict(each for each in ports if store_port in ports[each])
-                    peers = [fd for fd, name in new.items() if ports.get((fd, name)) and fd not in stores]
-                    self._peers = [(fd, int(new[fd].strip("socket:[]"))) for fd in peers]
+                    self._peers = {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
                     self._known |= stores
                 self._before = self._addresses = None
                 self._lock.notify_all()
@@ -136,13 +135,7 @@ class GroupSockets:
 
     def lost_a_peer(self) -> bool:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
-        for fd, inode in self._peers:  # At every step, so it is written out.
-            try:
-                if os.fstat(fd).st_ino != inode:
-                    return True
-            except OSError:
-                return True
-        return False
+        return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> None:
         new = self._new()
