@@ -331,7 +331,12 @@ def test_a_step_that_fails_on_every_rank_0(tmp_path: Path) -> None:
         cause, _, why = result["reason"].partition("; step 4 was saved")[0].partition(" (")
         assert cause.endswith("ValueError: batch 5")
         assert why in ("3 restarts without getting further spent)", "the same as the last time, before the first step)")
-        assert sum(not event["waits"] for event in cluster.events("generation")) <= 4
+        # A newcomer that is let in between two errors makes a generation as well, which is no restart. Nor is the first
+        # failure one, where the survivors finish step 4 after it: that is progress.
+        made = [event["kind"] for event in cluster.events("generation") if not event["waits"]]
+        assert made.count("failure") <= 4, cluster.story()
+        assert set(made) <= {"start", "failure", "join"}, cluster.story()
+        assert max(event["restarts"] for event in cluster.events("generation")) <= 3, cluster.story()
 
 
 @pytest.mark.slow

@@ -46,7 +46,12 @@ class Trial:
         self._notes = (directory / f"{os.getpid()}.jsonl").open("a", buffering=1)
         self._loop: elasticrt.Loop | None = None
         self._step = 0
+        self._went_on = directory / "went-on"
         self.note(beside=worker_env().beside)
+        deadline = time.monotonic() + 60
+        # On a busy machine a replacement can be ready before the loss is dealt with, and would take part from then on.
+        while worker_env().beside and not self._went_on.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def loop(self, **arguments: Any) -> elasticrt.Loop:
         """The script's Loop."""
@@ -71,6 +76,8 @@ class Trial:
         assert self._loop is not None
         if self._loop.complete:
             self.note(step=self._step, **more)
+        if self._ctx.generation == 2:
+            self._went_on.touch()
 
     def note(self, **values: Any) -> None:
         """Write something down."""
