@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.marks import Mark, Recovery, formed, new_ground_at, newest_whole, recovery, stepping
+from tests.bench.marks import Mark, Recovery, formed, new_ground_at, newest_whole, recovery, step_s, stepping
 from tests.bench.places import Loopback, Namespaces
 from tests.bench.rows import Row
 from tests.bench.runtimes import Job, Node, Pace, Runtime, kill_all
@@ -23,7 +23,7 @@ AFTERWARDS_S = 1.5
 """How long a recovered job is watched for a second world, at the least ..."""
 
 NEW_GROUND_S_MAX = 20.0
-"""... and at the most, until it has done again what was lost."""
+"""... and at the most, until it has done again what was lost, and a few steps tell what one takes."""
 
 
 MEMORY_S = 10.0
@@ -154,7 +154,11 @@ class Disturbed:
             self.well = False
             return Outcome(None, self._why_not())
         self._until(lambda _: False, AFTERWARDS_S)
-        self._until(lambda marks: new_ground_at(marks, *found) is not None, NEW_GROUND_S_MAX)
+        world, _ = found
+        self._until(
+            lambda marks: new_ground_at(marks, *found) is not None and step_s(marks, world) is not None,
+            NEW_GROUND_S_MAX,
+        )
         cost = recovery(self.job.marks.read(), at, *found)
         self.well = not cost.two_worlds
         phases = slowest_phases(self.job.events(), at, cost.pause_s or 0.0)

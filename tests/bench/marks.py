@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+STEPS_TIMED = 3
+"""So many steps of a new world tell what one takes there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Recovery:
         repeated: steps that were finished once more; as many as lost, when the first attempt succeeds.
         attempts: how often a node had to start its workers (the most of any node).
         two_worlds: another world went on stepping afterwards.
+        step_s: what a step takes in the new world, from its first on; None where it was not measured.
     """
 
     next_step_s: float
@@ -81,6 +87,12 @@ class Recovery:
     repeated: int
     attempts: int
     two_worlds: bool
+    step_s: float | None = None
+
+    @property
+    def beyond_a_step_s(self) -> float | None:
+        """What of the pause is not the step at its end."""
+        return None if self.pause_s is None or self.step_s is None else self.pause_s - self.step_s
 
 
 def steps_of(marks: Iterable[Mark]) -> list[Mark]:
@@ -148,7 +160,19 @@ def recovery(marks: list[Mark], event_at: float, world: int, formed_at: float) -
         repeated=_repeated(marks, event_at),
         attempts=max(Counter(mark.parent for mark in began).values(), default=0),
         two_worlds=_beside(marks, world, formed_at + 0.2),
+        step_s=step_s(marks, world),
     )
+
+
+def step_s(marks: Iterable[Mark], world: int) -> float | None:
+    """What a step of `world` takes: the median of its first STEPS_TIMED after the first; None: not so many yet."""
+    steps = worlds(marks)[world]
+    finished: dict[int, list[float]] = defaultdict(list)
+    for mark in steps:
+        finished[mark.step].append(mark.at)
+    whole = [max(at) for _, at in sorted(finished.items()) if len(at) == steps[0].size] if steps else []
+    spans = [after - before for before, after in itertools.pairwise(whole)][:STEPS_TIMED]
+    return statistics.median(spans) if len(spans) == STEPS_TIMED else None
 
 
 def _beside(marks: list[Mark], world: int, since: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,17 @@ def test_aims_are_held_against_the_cells() -> None:
     assert verdicts(*[repetition("loop", 0.09)] * 3) == ["met", "met", "MISSED"]
     joins = [repetition("loop", 0.5, "join-large"), repetition("bare", 0.4, "join-large")]
     assert verdicts(*joins) == ["met", "MISSED"]
+    known = replace(joins[0], cost=replace(joins[0].cost, pause_s=1.0, step_s=0.5))
+    assert verdicts(known, joins[1]) == ["MISSED", "met", "MISSED"], "the pause, what is beyond a step, lost steps"
+
+
+def test_a_step_of_the_new_world() -> None:
+    """What a step takes there is the median of the first after the one that ended the pause; two do not tell it."""
+    joined = [*steps(1, 2, 1, 15, at=0.1), *steps(2, 3, 16, 3, at=1.7)]
+    assert cost_of(joined, 1.0, 3).step_s is None
+    cost = cost_of([*joined, *steps(2, 3, 19, 1, at=2.0)], 1.0, 3)
+    assert cost.step_s == pytest.approx(0.1)
+    assert cost.beyond_a_step_s == pytest.approx(1.702 - 1.501 - 0.1)
 
 
 def test_phases_are_those_of_the_slowest_node() -> None:
