@@ -69,7 +69,8 @@ class OwnWork:
 class Progress:
     """The progress of one node's workers. `look` returns the pages of all of them, by local rank.
 
-    `pause_s` are the seconds of the last recovery.
+    `pause_s` are the seconds of the last recovery. Of one in place the detection and the first step do not count: a
+    newcomer that is let in causes neither a failure nor a step that would not have been made.
     """
 
     def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
@@ -156,7 +157,6 @@ class Progress:
         pause_s = self._pause_until(step.at_ns)
         # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
         redone = None if pause_s is None else max(0, self._last - step.resumed_from)
-        self.pause_s = self.pause_s if pause_s is None else pause_s
         self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
         self._recovered(generation, pause_s, step.at_ns)
 
@@ -204,6 +204,9 @@ class Progress:
         if pause_s is None:
             self._events.write(events.SetUp(generation, parts, age_s))
             return
+        self.pause_s = pause_s
+        if "start" not in parts:
+            self.pause_s -= (parts.get("detect", 0.0) + parts["first_step"]) / 1000
         self._events.write(events.Recovery(generation, pause_s, parts, age_s))
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 

@@ -33,7 +33,7 @@ class Me:
         holding: the create revision of the handover for which its workers hold, 0 for none.
         going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
-        pause_s: how long the last re-form took, as measured here.
+        pause_s: how long the last re-form took, as measured here (`Progress.pause_s`).
     """
 
     record: Member

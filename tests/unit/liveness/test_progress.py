@@ -209,6 +209,25 @@ def test_a_hang_is_none_of_the_agreement_on_a_handover(
     assert sum(recovery.phases.values()) == 1000 * recovery.pause_s
 
 
+def test_what_a_change_in_place_costs_those_that_let_others_in() -> None:
+    """Neither a failure nor a step: of 3 s from step to step there are 0.5 s left, after a restart all 3."""
+    for restarts, cost_s in ((False, 0.5), (True, 3.0)):
+        page, clock = Words(), Second()
+        progress = Progress(lambda: [page], Kept(), clock)  # noqa: B023  It is used in this round only.
+        progress.replaced(1)
+        progress.stepped(1, Step(1, 0, SECOND // 2, 0, True))
+        page.finished(2, SECOND)
+        clock.at = 2
+        progress.disturbed()
+        progress.remember()
+        progress.replaced(2)
+        if restarts:
+            progress.started(2, 2 * SECOND + 1)
+        page.init_at_ns, page.joined_at_ns, page.restored_at_ns = (round(each * SECOND) for each in (2.1, 2.4, 2.5))
+        progress.stepped(2, Step(3, 0, 4 * SECOND, 2, True))
+        assert progress.pause_s == pytest.approx(cost_s)
+
+
 MS = 1_000_000
 
 
