@@ -32,10 +32,10 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
 
 
 def waiting(chapter: Chapter) -> str:
-    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes it only saves that."""
+    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes it is only to save that."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
     if len(chapter.nodes) >= chapter.needed:
-        return f"{counted(len(chapter.nodes), 'node')}: the run saves {state}"
+        return f"{counted(len(chapter.nodes), 'node')}: the run is to save {state}"
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 

@@ -168,12 +168,12 @@ def test_the_wait_is_said_at_once() -> None:
     assert not told.tick(20.0)
 
 
-def test_the_save_of_a_run_that_gives_up_is_said_as_such() -> None:
-    """There are enough nodes, so nobody is waited for."""
+def test_the_save_of_a_run_that_gives_up_is_said_as_what_is_to_come() -> None:
+    """There are enough nodes, so nobody is waited for. It may not come to the save: they may be lost."""
     told, end = Changes(Story(), whole=False), begun(2, "ab", cause="rank 1 raised (3 restarts spent)", waits=True)
     entries: list[Entry] = [*TWO_NEEDED, (10.0, "a", events.Step(1, 60, 0)), (10.5, "a", end)]
     said = [text for at, node, event in entries if node == "a" for _, text in told.tell(record(at, node, event))]
-    assert said[-1].endswith("(3 restarts spent), 2 nodes: the run saves the state after step 60")
+    assert said[-1].endswith("(3 restarts spent), 2 nodes: the run is to save the state after step 60")
 
 
 def test_the_bounds_of_a_run_are_those_of_its_last_resize() -> None:
