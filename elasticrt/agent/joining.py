@@ -77,19 +77,24 @@ class JoiningWorkers:
             self._wait_s = min(2 * self._wait_s, JOIN_AGAIN_S_MAX)
         return max(0.0, self.at - now)
 
-    def give_up(self, local_ranks: Collection[int]) -> None:
-        """The processes of these local ranks, setting up or seated, are being ended."""
-        self.ending = self.ending | set(local_ranks)
-        self.ranks = self.ranks - set(local_ranks)
-        self.new -= set(local_ranks)
+    def give_up(self, local_ranks: Collection[int], now: float) -> None:
+        """The processes of these local ranks, setting up or seated, are being ended at `now`, because they hang."""
+        if self.new & set(local_ranks):
+            self.failed(now)
+        self._end(local_ranks)
 
     def stop(self) -> bool:
         """Let no worker join any more. Returns whether there are processes to end."""
         doomed = bool(self.ranks)
-        self.give_up(self.ranks)
+        self._end(self.ranks)
         self.new.clear()
         self.beside = self.at = None
         return doomed
+
+    def _end(self, local_ranks: Collection[int]) -> None:
+        self.ending = self.ending | set(local_ranks)
+        self.ranks = self.ranks - set(local_ranks)
+        self.new -= set(local_ranks)
 
 
 def others_go_on(view: View, node: str) -> bool:

@@ -278,7 +278,7 @@ class Supervisor:
     def _give_up(self, generation: int, local_ranks: Collection[int]) -> None:
         """End workers of `generation` that live and are of no use. From now on they belong to none."""
         self.group.kill(generation, list(local_ranks))
-        self._joining.give_up(local_ranks)
+        self._joining.give_up(local_ranks, self._clock.monotonic())
         self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:

@@ -30,7 +30,7 @@ def _beside() -> JoiningWorkers:
 def test_who_is_given_up_is_ended_before_another_is_started() -> None:
     """W08: the place of a newcomer that is ended, perhaps stopped by a signal, is free when its process has ended."""
     joining = _beside()
-    joining.give_up({2: 4711})
+    joining.give_up({2: 4711}, now=1.5)
     assert (joining.ranks, joining.ending) == ({1}, {2})
     assert joining.start(3, {0}, now=2.0) == []
     assert joining.ended(2, now=3.0) is None, "nobody failed, so there is no delay"

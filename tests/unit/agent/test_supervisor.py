@@ -146,15 +146,23 @@ def test_what_a_worker_raises_after_another_was_killed_is_written(rig: SimpleNam
     assert told == ["rank 0 on n0: killed by SIGKILL", "rank 1 on n0: exit code 1: ValueError: empty"]
 
 
-def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig: SimpleNamespace) -> None:
-    """W09: also when a signal kills it, and although the node's other worker makes a first step in each generation."""
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig: SimpleNamespace, hangs: bool) -> None:
+    """W09: also when a signal kills or stops it, and although the node's other worker makes a first step each time."""
     supervisor, group, alone = rig.supervisor, rig.group, SEAT.model_copy(update={"workers": 1})
     supervisor.run(generation(1), SEAT, ("n0",))
     group.page(0, 1).in_place = IN_PLACE
     waits, number = [], 1
     while number < 9:
-        died_at = rig.clock.now
         failure = failure_of(worker("n0", 1, number), Remains(-11))
+        if hangs and number > 1:
+            failure, group.killed[:] = None, []
+            rig.stopped.add(101)
+            while not group.killed:
+                rig.clock.now += 0.1
+                supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
+            rig.stopped.clear()
+        died_at = rig.clock.now
         del group.pages[1, number]
         supervisor.fold(WorkerEnded(number, 1, 1, 101, -11, failure))
         supervisor.run(generation(number + 1, in_place=True), alone, ("n0",))
