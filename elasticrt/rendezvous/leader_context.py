@@ -360,9 +360,9 @@ def _goes_on_unheard(view: View, entry: Stored[Member]) -> bool:
 def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy | None, Stored[Member] | None]:
     """The newest copy that one of these members holds, and its holder.
 
-    Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
-    copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
-    which was committed in that generation or is what it resumed from, and be newer.
+    Only what is of the generation that is being replaced counts: a copy that its workers took or left, as reports tell
+    (the leader need not report to itself), or the one that it resumed from. It must descend from the head, which was
+    committed in that generation or is what it resumed from, and be newer.
     """
     view, me = led.view, led.me
     if view.generation is None:
@@ -371,14 +371,17 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
     known = (before.resume.nonce if before.resume else "", "")
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
+    first = led.seats[0].incarnation if led.seats else ""
     best: tuple[Copy | None, Stored[Member] | None] = (None, None)
     reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
-        report = reports.get(entry.record.node)
-        if report is not None and report.record.incarnation == entry.record.incarnation:
+        report, life = reports.get(entry.record.node), entry.record.incarnation
+        if report is not None and report.record.incarnation == life and report.record.status in ("failed", "held"):
             copy = report.record.memory
-        elif me.record.incarnation == entry.record.incarnation and me.seated == before.number:
+        elif me.record.incarnation == life and me.seated == before.number:
             copy = me.copy
+        elif life == first:
+            copy = before.memory  # Its node keeps that until the next generation, whatever its workers do meanwhile.
         else:
             continue
         if copy is not None and copy.step > step:

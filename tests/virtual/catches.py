@@ -431,7 +431,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "the only node is told to leave soon after the start, and does so at once",
     ),
     "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),
-    "_newcomers without: led.me.starting": ("S10", "a newcomer comes while a generation starts"),
+    "_newcomers without: led.me.starting": ("L6", "newcomers come while a generation starts"),
     "_newcomers without: spec.join == 'failure'": ("L6", "nobody is let in without a failure"),
     "_newcomers without: led.now < max(quiet, paid)": ("L6", "newcomers come together"),
     "_has_more without: 0 < entry.record.generation < led.view.number": (

@@ -155,7 +155,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "a leader's copy from an older generation counts": ((_LED, "_newest_copy", " and me.seated == before.number", ""),),
     "a copy of a former life counts": (
-        (_LED, "_newest_copy", " and report.record.incarnation == entry.record.incarnation", ""),
+        (_LED, "_newest_copy", " and report.record.incarnation == life", ""),
     ),
     "rank 0 is not where the copy is": ((_LED, "publish", "if holder is not None:", "if False:"),),
     "copies of the last generation are kept": ((_W + "snapshot_cache", "SnapshotCache.renew", "self._copies = []", "pass"),),

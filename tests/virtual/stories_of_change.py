@@ -25,13 +25,14 @@ CHANGES: list[Plan] = [
         spec=spec_for(2, min_nodes=2),
     ),
     story(
-        "a newcomer comes while a generation starts",
-        4,
-        arrivals=(0.0, 0.1, 6.0, 6.8),
+        "newcomers come while a generation starts",
+        5,
+        arrivals=(0.0, 0.1, 6.0, 6.8, 6.85),
         loops=True,
         lossless=True,
         commit_every=50,
-        spec=spec_for(4, settle_quiet_s=0.0),
+        generations_max=3,  # They are let in together when it has started.
+        spec=spec_for(5, settle_quiet_s=0.0),
     ),
     story("a second attempt", 2, spec=spec_for(2, join="failure"), again=spec_for(2, join="failure"), safety_s=8.0),
     story("a commit arrives twice", 2, Snag("n0", "commit step 4", "belated", 4.0)),

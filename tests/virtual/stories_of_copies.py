@@ -104,6 +104,7 @@ COPIES: list[Plan] = [
         "a leader's workers of the last generation are slow to end",
         3,
         Fault(9.0, "worker_failure", "n1"),
+        Fault(0.3, "crash", "n1", on="= generation 2"),
         Fault(0.9, "worker_failure", "n2", on="= generation 2"),
         arrivals=(0.0, 0.1, 5.0),
         spec=spec_for(3, join="failure"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticrt.ipc.env import Commit, Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import COLLATERAL_GRACE_S
@@ -148,3 +150,22 @@ def test_without_any_copy_that_is_whole_the_head_is_next() -> None:
     assert (generation.number, generation.memory) == (3, None)
     assert generation.resume is not None
     assert generation.resume.step == 30
+
+
+@pytest.mark.parametrize("how", ["fails", "is lost", "fails during a handover"])
+def test_a_generation_that_ends_early_goes_back_to_the_copy_that_it_began_from(how: str) -> None:
+    """S5: its record says who has that copy, although that node has not reported: its workers still set up, or hold."""
+    world = running(3)
+    _fail(world.members["n2"], _copy(40))
+    world.pass_time(2 * COLLATERAL_GRACE_S)
+    check_ranks(world, 2, ["n2", "n0", "n1"])
+    if how == "is lost":
+        world.members["n1"].crash()
+        world.pass_time(10.0)
+    else:
+        if how == "fails during a handover":
+            world.members["n2"].report("holding")
+        _fail(world.members["n1"], None)
+        world.pass_time(2 * COLLATERAL_GRACE_S)
+    generation, seat = world.members["n2"].ran[-1]
+    assert (generation.number, generation.memory, seat.rank_offset) == (3, _copy(40), 0)
