@@ -22,7 +22,7 @@ from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ERRNO, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
+from elasticrt.rendezvous.records import Keys, Preparation, R, decode, version_of
 from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreUnavailable
 from elasticrt.text import unpacked
 
@@ -131,7 +131,7 @@ class StoreRequests:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        current, known = self._head()
+        current, known = self._find(Commit, self._keys.checkpoint)
         if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
             return self._accepted(request, head)
         refusal = self._refusal(asked, request, head, known)
@@ -143,7 +143,7 @@ class StoreRequests:
             if self.store.commit(txn).succeeded:
                 return self._accepted(request, head)
         # An earlier try may have taken effect after the head was read, and made this one fail.
-        _, known = self._head()
+        _, known = self._find(Commit, self._keys.checkpoint)
         if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
         return Reply(request.request, False, f"generation {asked.generation} is over", refusal="over")
@@ -163,9 +163,10 @@ class StoreRequests:
             return Reply(request.request, False, why)
         return None
 
-    def _head(self) -> tuple[KeyValue | None, Commit | None]:
-        current = self.store.read(self._keys.checkpoint).get(self._keys.checkpoint)
-        return current, decode(Commit, current.key, current.value) if current is not None else None
+    def _find(self, kind: type[R], key: str) -> tuple[KeyValue | None, R | None]:
+        """A key and the record that it holds."""
+        current = self.store.read(key).get(key)
+        return current, decode(kind, key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
         self._committed(head)
@@ -194,7 +195,7 @@ class StoreRequests:
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
     def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
-        current, record = self._preparation(request.name)
+        current, record = self._find(Preparation, self._keys.preparation(request.name))
         if record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
@@ -211,7 +212,7 @@ class StoreRequests:
         return Reply(request.request, False, "another node", refusal="wait")
 
     def _settle(self, asked: StoreRequest, request: Built) -> Reply:
-        current, record = self._preparation(request.name)
+        current, record = self._find(Preparation, self._keys.preparation(request.name))
         ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
         if current is not None and ours:
             settled = _preparing(asked, request, "failed" if request.error else "done", request.error)
@@ -219,11 +220,6 @@ class StoreRequests:
             if self.store.commit(txn).succeeded:
                 return Reply(request.request, True)
         return Reply(request.request, False, "the claim is gone: another node may be building")
-
-    def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
-        key = self._keys.preparation(name)
-        current = self.store.read(key).get(key)
-        return current, decode(Preparation, key, current.value) if current is not None else None
 
 
 def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:

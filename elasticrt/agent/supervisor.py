@@ -138,7 +138,7 @@ class Supervisor:
         has_state = self.pages.have_state(state, able)
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
-        wanted = {
+        says = {
             # Where a GPU has failed, workers of the other GPUs go on in place if they can.
             "warm": bool(self._method) and (self._check.is_fit or bool(able)),
             "port": self.seating.ports.port,
@@ -147,11 +147,10 @@ class Supervisor:
             "ready": ready,
             "has_state": has_state,
         }
-        changed = {name: value for name, value in wanted.items() if getattr(me.record, name) != value}
         kept = self.seating.memory.newest
         return replace(
             me,
-            record=me.record.model_copy(update=changed) if changed else me.record,
+            record=me.record.model_copy(update=says),
             started=self._newest,
             # Workers that have failed count no more, also while the kernel still takes them apart.
             running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
@@ -492,8 +491,7 @@ class Supervisor:
         self._state, self._late_at = self._state.started(generation, seat), None
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
-        copy, resume = generation.memory, generation.resume
-        self._tell_generation(generation, copy.step if copy else resume.reached if resume else 0)
+        self._events.write(_begun(generation, self._names))
         # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
         self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
 
@@ -511,7 +509,7 @@ class Supervisor:
         self._spares = still or generation.kind in ("join", "drain", "resize")
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
-        self._tell_generation(generation, generation.resume.reached if generation.resume else 0)
+        self._events.write(_begun(generation, self._names))
         ranks = self.seating.reseat(generation, seat, chosen)
         self._joining.let_in(ranks)
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
@@ -544,11 +542,8 @@ class Supervisor:
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
         """Tell that `generation`, of the nodes `names`, runs without this node."""
-        begun = _begun(generation, names, generation.resume.reached if generation.resume else 0)
+        begun = _begun(generation, names)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
-
-    def _tell_generation(self, generation: Generation, resume_step: int) -> None:
-        self._events.write(_begun(generation, self._names, resume_step))
 
     def _tell_started(self) -> None:
         pids = self._state.pids
@@ -747,7 +742,8 @@ class Supervisor:
             self.attend(self._state.generation, self._state.seat.index)
 
 
-def _begun(generation: Generation, names: tuple[str, ...], resume_step: int) -> events.Generation:
+def _begun(generation: Generation, names: tuple[str, ...]) -> events.Generation:
+    copy, resume = generation.memory, generation.resume
     return events.Generation(
         number=generation.number,
         world_size=generation.world_size,
@@ -755,7 +751,7 @@ def _begun(generation: Generation, names: tuple[str, ...], resume_step: int) -> 
         kind=generation.kind,
         restarts=generation.restarts.spent,
         nodes=names,
-        resume_step=resume_step,
+        resume_step=copy.step if copy else resume.reached if resume else 0,
         in_place=generation.in_place,
         waits=generation.waits,
     )
