@@ -223,7 +223,7 @@ class Agent(Side):
         me, view = self.member.me, self.member.view
         if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
             return
-        seat = view.seat_of(me.record.node, me.record.incarnation)
+        seat = view.seat_of(me.record)
         seated = seat is None or me.started >= view.number  # Otherwise its workers are about to get their seats.
         if seated and others_go_on(view, me.record.node):
             generation = view.generation.record

@@ -262,7 +262,7 @@ class Console:
         """Say and `tell` once that the generation of `view` runs without this node, `me`. Others are in the story."""
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return
-        new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+        new, seat = view.generation.record, view.seat_of(me.record)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
             return
         leader = view.members.get(view.oldest or "")

@@ -78,7 +78,7 @@ def doing(  # noqa: PLR0912  It is one column of guards.
             parts.append(f"{lacks - len(newcomers)} missing")
         return Doing(_NODES, ", ".join(parts))
     runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
-    if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
+    if runs and view.seat_of(me.record) is not None:
         if workers:
             return Doing(workers)
         waits = isinstance(decision, Wait) and decision.until is not None

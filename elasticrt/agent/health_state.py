@@ -88,7 +88,7 @@ def member(
     `me`, `view` and `outage` are the member's; `story` is what its own events tell, and `told_at` is `now` there. For
     `step` and `answer_s` see `HealthState`.
     """
-    seat = view.seat_of(me.record.node, me.record.incarnation) if view.roster_known else None
+    seat = view.seat_of(me.record) if view.roster_known else None
     generation = view.generation.record if view.generation else None
     away_s = round(now - outage.since, 1) if outage.since is not None else None
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0

@@ -136,7 +136,7 @@ class Supervisor:
         state, able = self._state, self._able()
         ready = len(able) + len(self.pages.ready_beside(self._joining.ranks))
         has_state = self.pages.have_state(state, able)
-        seated = state.is_of(me.record.incarnation)
+        seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.
         generation = state.number if state.generation is not None and state.running else 0
         says = {
             # Where a GPU has failed, workers of the other GPUs go on in place if they can.

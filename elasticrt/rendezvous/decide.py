@@ -155,7 +155,7 @@ def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
     """
     if view.generation is None:
         return None
-    generation, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+    generation, seat = view.generation.record, view.seat_of(me.record)
     if seat is not None:
         run = Run(f"generation {generation.number}: {generation.cause}", generation, seat)
         return run if me.started < generation.number else None
@@ -182,7 +182,7 @@ def _stop_all(view: View, reason: str) -> Decision:
 
 def _may_leave(me: Me, view: View) -> bool:
     """Whether a draining member has nothing left to do: it has no seat, or its workers have saved and left for good."""
-    if view.seat_of(me.record.node, me.record.incarnation) is None:
+    if view.seat_of(me.record) is None:
         return not me.running or view.number > me.running
     saved = view.handover is not None and view.handover.record.save
     saved = saved or (view.generation is not None and view.generation.record.waits)
@@ -200,7 +200,7 @@ def _others_go_on(me: Me, view: View) -> bool:
 def _drained(me: Me, view: View) -> Leave:
     """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory."""
     stay = _others_go_on(me, view)
-    if view.seat_of(me.record.node, me.record.incarnation) is None:
+    if view.seat_of(me.record) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
         waits = view.generation.record.waits
@@ -324,7 +324,7 @@ def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
     """
     view, ready = led.view, {entry.record.incarnation for entry in candidates(led.view)}
     others = [entry for node, entry in view.members.items() if node != led.me.record.node]
-    new = [entry for entry in others if view.seat_of(entry.record.node, entry.record.incarnation) is None]
+    new = [entry for entry in others if view.seat_of(entry.record) is None]
     new = [entry for entry in new if entry.record.incarnation in ready or entry.record.node in view.seats]
     return seats_for(entry for entry in new if entry.record.incarnation not in view.verdicts)
 

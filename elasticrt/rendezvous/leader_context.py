@@ -342,7 +342,7 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
         newer = {"ready": report.record.ready, "has_state": report.record.has_state}
         return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
-    seat = view.seat_of(entry.record.node, entry.record.incarnation)
+    seat = view.seat_of(entry.record)
     if seat is not None and _goes_on_unheard(view, entry) and entry.record.ready < seat.workers:
         return _with(entry, {"ready": seat.workers})
     return entry

@@ -181,7 +181,7 @@ class Member:
         """What to do next, and why. What is decided on an old view may only concern this node."""
         if self.outage.since is None:
             return decide(self.me, self.view, now)
-        if self.outage.is_too_long(now):
+        if now - self.outage.since > RIDE_THROUGH_S:
             return Halt(f"etcd has not answered for {RIDE_THROUGH_S:g} s", EXIT_STORE)
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
@@ -379,7 +379,7 @@ class Member:
         record, last = self.me.record, self.me.report
 
         def left(view: View) -> Report | None:
-            if not seat_too or view.seat_of(record.node, record.incarnation) is None:
+            if not seat_too or view.seat_of(record) is None:
                 return None
             # It replaces the last report in the store: a failure that no restart can cure must not be lost.
             failure = last.failure if last is not None and last.generation == view.number else None

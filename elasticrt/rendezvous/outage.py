@@ -79,10 +79,6 @@ class Outage:
         """Whether everything is to be read again now."""
         return self.since is not None and now >= self.retry_at
 
-    def is_too_long(self, now: float) -> bool:
-        """Whether it lasts longer than a run should go on without agreement."""
-        return self.since is not None and now - self.since > RIDE_THROUGH_S
-
     def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
         """Which of the generation's other `seats` to ask for their generation now: all of them once a second."""
         if now < self._listen_at:

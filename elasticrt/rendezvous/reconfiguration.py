@@ -230,5 +230,5 @@ def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
     """
     if 0 < entry.record.generation < led.view.number:
         return False
-    seat = led.view.seat_of(entry.record.node, entry.record.incarnation)
+    seat = led.view.seat_of(entry.record)
     return seat is None or (led.in_place and entry.record.ready > seat.workers)

@@ -174,10 +174,10 @@ class View:
         chunks = self.generation.record.chunks
         return [each for each in others if chunk_of(each.node, chunks) == chunk_of(seat.node, chunks)]
 
-    def seat_of(self, node: str, incarnation: str) -> Seat | None:
-        """The seat of a node in one life, or None (another life's seat is not mine)."""
-        seat = self.seats.get(node)
-        return seat if seat is not None and seat.incarnation == incarnation else None
+    def seat_of(self, member: Member) -> Seat | None:
+        """The seat of a member in its life, or None (another life's seat is not its own)."""
+        seat = self.seats.get(member.node)
+        return seat if seat is not None and seat.incarnation == member.incarnation else None
 
     @property
     def deserted(self) -> bool:

@@ -73,10 +73,6 @@ class GroupState:
         """Whether these workers are known to hang, so that they get no other seat."""
         return any(failure.stalled for failure in self.failures)
 
-    def is_of(self, incarnation: str) -> bool:
-        """Whether these workers belong to the node's life `incarnation`."""
-        return self.seat is not None and self.seat.incarnation == incarnation
-
     def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:
         """The report to the other nodes; None as long as no worker has ended or holds.
 

@@ -20,7 +20,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_FENCE, "publish", "_current(keys, guard.generation),", ""),
         (_FENCE, "publish", "_unchanged(keys.checkpoint, guard.checkpoint),", ""),
     ),
-    "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == incarnation", ""),),
+    "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == member.incarnation", ""),),
     "no fence on commit": ((_FENCE, "commit", "_current(keys, generation),", ""),),
     "commit by whatever generation is current": (
         (_A + "agent", "Agent._ask_store", "if view.generation and current else", "if view.generation else"),
