@@ -516,9 +516,7 @@ def coarser(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def together(
-    lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]], end: float = math.inf
-) -> list[Span]:
+def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]]) -> list[Span]:
     """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
     Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet,
@@ -529,15 +527,13 @@ def together(
     Args:
         lives: the node and the spans of each life.
         seats: the beginning of each generation, and its nodes.
-        end: what comes after it is left out.
     """
     edges: list[tuple[float, int, int, str]] = []  # When, -1: seats, 0: an end, 1: a beginning; of which; the bucket.
     names = []
     for number, (node, spans) in enumerate(lives):
         names.append(node)
         for span in spans:
-            if span.begin < end:
-                edges += [(span.begin, 1, number, span.bucket), (min(span.end, end), 0, number, span.bucket)]
+            edges += [(span.begin, 1, number, span.bucket), (span.end, 0, number, span.bucket)]
     known = frozenset(names)
     first, last = (min(edges)[0], max(edges)[0]) if edges else (0.0, 0.0)
     mixed = _Mixed((last - first) / PIECES)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TypeVar
 
@@ -800,11 +800,18 @@ class Story:
         runs = life.code is None and self._present[life.node] is life
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
+    def _spent(self, now: float | None) -> list[tuple[str, list[Span]]]:
+        """The same of each life with its node, until the run's result."""
+        end = self.ended_at
+        spent = ((life.node, self.spans_of(life, now)) for life in self.lives)
+        return [
+            (node, [replace(each, end=min(each.end, end)) for each in spans if each.begin < end])
+            for node, spans in spent
+        ]
+
     def spans(self, now: float | None = None) -> list[Span]:
-        """The same for the whole run, until its result: each moment is shared by the nodes that have a seat then."""
-        lives = [(life.node, self.spans_of(life, now)) for life in self.lives]
-        seats = [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters]
-        return together(lives, seats, self.ended_at)
+        """The same of the whole run: each moment is shared by the nodes that have a seat then."""
+        return together(self._spent(now), [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters])
 
     def present(self, now: float) -> float | None:
         """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
@@ -815,10 +822,10 @@ class Story:
         return now if self.result is None and alive and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
-        """The same for each node: the spans of all its agents, one after the other."""
+        """The same of each node: the spans of all its agents, one after the other."""
         found: dict[str, list[Span]] = {}
-        for life in self.lives:
-            found.setdefault(life.node, []).extend(self.spans_of(life, now))
+        for node, spans in self._spent(now):
+            found.setdefault(node, []).extend(spans)
         return found
 
     def goodput(self, now: float | None = None) -> float:

@@ -9,7 +9,7 @@ import pytest
 from elasticrt import events
 from elasticrt.story.buckets import SPANS_MAX, Span, coarse, together, totals
 from elasticrt.story.fold import Series
-from elasticrt.story.report import worth
+from elasticrt.story.report import columns, worth
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
@@ -172,7 +172,7 @@ def test_where_no_agent_was_there_is_no_time_of_the_run():
     assert totals(spans)["train"] == pytest.approx(4.5)
     assert sum(totals(spans).values()) == pytest.approx(8.0 + 1.0)
     assert told.goodput() == pytest.approx(0.5)
-    assert together([], [], 9.0) == []
+    assert together([], []) == []
 
 
 TRAINS, PAUSES = [Span(0.0, 10.0, "train")], [Span(0.0, 6.0, "train"), Span(6.0, 10.0, "pause")]
@@ -180,27 +180,26 @@ BACK = [Span(0.0, 4.0, "train"), Span(4.0, 10.0, "standby")]
 
 
 @pytest.mark.parametrize(
-    ("lives", "seats", "end", "expected"),
+    ("lives", "seats", "expected"),
     [
-        pytest.param({"a": PAUSES, "b": PAUSES}, [(0.0, "ab")], 99.0, {"train": 6.0, "pause": 4.0}, id="all alike"),
-        pytest.param({"a": TRAINS, "b": PAUSES}, [(0.0, "ab")], 99.0, {"train": 8.0, "pause": 2.0}, id="the mean"),
-        pytest.param({"a": TRAINS, "b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 10.0}, id="one stands by"),
+        pytest.param({"a": PAUSES, "b": PAUSES}, [(0.0, "ab")], {"train": 6.0, "pause": 4.0}, id="all alike"),
+        pytest.param({"a": TRAINS, "b": PAUSES}, [(0.0, "ab")], {"train": 8.0, "pause": 2.0}, id="the mean"),
+        pytest.param({"a": TRAINS, "b": BACK}, [(0.0, "ab"), (4.0, "a")], {"train": 10.0}, id="one stands by"),
         pytest.param(
             {"a": [Span(0.0, 4.0, "train")], "b": BACK},
-            [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "detect": 6.0}, id="none is seated",
+            [(0.0, "ab"), (4.0, "a")], {"train": 4.0, "detect": 6.0}, id="none is seated",
         ),
-        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "standby": 6.0}, id="own view"),
-        pytest.param({"a": TRAINS, "b": PAUSES}, [], 99.0, {"train": 8.0, "pause": 2.0}, id="before there are seats"),
-        pytest.param({"a": PAUSES}, [(0.0, "a")], 7.0, {"train": 6.0, "pause": 1.0}, id="not after the result"),
+        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], {"train": 4.0, "standby": 6.0}, id="own view"),
+        pytest.param({"a": TRAINS, "b": PAUSES}, [], {"train": 8.0, "pause": 2.0}, id="before there are seats"),
         pytest.param(
             {"a": [Span(0.0, 1.0, "train")], "b": [Span(3.0, 5.0, "start")]},
-            [(0.0, "a")], 99.0, {"train": 1.0, "start": 2.0}, id="not while no agent lives",
+            [(0.0, "a")], {"train": 1.0, "start": 2.0}, id="not while no agent lives",
         ),
     ],
 )  # fmt: skip
-def test_the_time_of_a_run_is_the_mean_of_its_nodes(lives, seats, end, expected):
+def test_the_time_of_a_run_is_the_mean_of_its_nodes(lives, seats, expected):
     """Of those that have a seat; its spans do not overlap, and together they are the time in which an agent lived."""
-    spans = together(lives.items(), seats, end)
+    spans = together(lives.items(), seats)
     assert totals(spans) == pytest.approx(expected)
     assert all(left.end <= right.begin for left, right in pairwise(spans))
 
@@ -218,11 +217,13 @@ def test_pauses_at_different_times_are_no_less_of_the_run():
 
 
 def test_the_agent_and_the_report_say_the_same_goodput():
-    """The time of a run ends with its result; that an agent then takes its leave is no time of the run."""
+    """The time of a run and of each node ends with the result; that an agent then takes its leave is no part of it."""
     result = events.Result("succeeded", 0, "")
     ends = [*THREE_STEPS, (14.0, "a", result), (14.0, "b", result)]
     later = [*ends, (14.5, "a", events.AgentStopped(0)), (15.0, "b", events.AgentStopped(0))]
     assert worth(story(ends)) == worth(story(later))
+    column, own = columns(story(later))["a"], story([each for each in later if each[1] == "a"])
+    assert own.goodput() == pytest.approx(column["train"] / sum(column.values()))
 
 
 def test_sums_reach_the_present_while_the_run_goes_on():
