@@ -225,8 +225,8 @@ class LifeSpans:
         self._course = Course()  # Of the newest generation that has trained here.
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
-        self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training", "waiting"
-        # (in a seat, for nodes), or "over".
+        self._mode = "start"  # Later "idle" (without a seat), "ready" (the same, and the others may not have gone on),
+        # "seated" (before the first step), "training", "waiting" (in a seat, for nodes), or "over".
         self._generation = 0  # The newest generation that has trained here.
         self._newest = 0  # The newest one with a seat for this node.
         self._workers_at: float | None = None  # When the workers of the first seat ran.
@@ -245,11 +245,12 @@ class LifeSpans:
             case events.Ready() if self._failed_at is not None:  # This worker replaces one that has failed.
                 self._train_to(self._failed_at)
                 self._to(at, SET_UP)
-                self._mode, self._failed_at = "idle", None
+                self._mode, self._failed_at = "ready", None
             case events.StandsBy():
                 self._left_out(at, at - event.age_s)
-                if self._mode == "idle":
-                    self._to(at, self._idle(event))
+                if self._mode in ("idle", "ready"):
+                    self._idle_to(at, event)
+                    self._mode = "idle"
                 self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
@@ -288,7 +289,7 @@ class LifeSpans:
         course = self._courses.get(self._newest)
         first_since = course.stands_since if course is not None else None
         stands_since = self._course.stands_since
-        if self._mode in ("waiting", "idle"):
+        if self._mode in ("waiting", "idle", "ready"):
             known._finish(now)
         elif self._mode == "seated" and first_since is not None:  # What its set-up was is told with its first step.
             known._cursor = max(self._cursor, first_since)
@@ -312,6 +313,8 @@ class LifeSpans:
             self._set_up_to(at)
         if self._mode == "training" and event.number != self._newest + 1:
             self._left_out(at, self._course.step_at or at)
+        if self._mode in ("idle", "ready"):
+            self._idle_to(at, event)
         self._newest, self._waits = event.number, event.waits
         if self._mode == "waiting":
             self._to(at, WAITING)
@@ -320,16 +323,19 @@ class LifeSpans:
         else:
             if self._mode == "start":
                 self._to(at, START)
-            elif self._mode == "idle":
-                self._to(at, self._idle(event))
             self._mode = "waiting" if event.waits else "seated"
 
-    def _idle(self, until: events.Generation | None = None) -> str:
-        """The bucket of a node without a seat: what the others do, now or in the generation before `until`."""
-        if not self._courses or (until is not None and until.kind == "start"):
-            return WAITING
-        course = self._courses.get(until.number - 1 if until is not None else max(self._courses))
-        return WAITING if course is not None and (course.waits or self.begin > course.left_at) else STANDBY
+    def _idle_to(self, end: float, until: events.Generation | None = None) -> None:
+        """Paint the time without a seat: what the others do, now or in the generation before `until`.
+
+        They wait as well until they have agreed on the one that follows the failure of this node's worker.
+        """
+        if self._mode == "ready" and (until is None or until.number == self._newest + 1):
+            self._to(min(end, self._courses.get(self._newest, self._course).over_at), AGREE)
+        course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
+        waits = not self._courses if course is None else course.waits or self.begin > course.left_at
+        starts = until is not None and until.kind == "start"
+        self._to(end, WAITING if waits or starts else STANDBY)
 
     def _stopped(self, event: events.Restarted, at: float) -> None:
         """The steps have ended, and this node waits with the others: the phases say since when."""
@@ -400,8 +406,8 @@ class LifeSpans:
         match self._mode:
             case "start" | "over":
                 self._to(end, START)
-            case "idle":
-                self._to(end, self._idle())
+            case "idle" | "ready":
+                self._idle_to(end)
             case "waiting":
                 self._to(end, WAITING)
             case "seated":

@@ -10,6 +10,7 @@ from elasticrt import events
 from elasticrt.agent.console import Console
 from elasticrt.event_log import EventLog
 from elasticrt.story.board import board
+from elasticrt.story.buckets import totals
 from elasticrt.story.fold import cause_of
 from elasticrt.story.report import as_object, report, summary
 from elasticrt.story.sentences import doing, now_at, state
@@ -58,6 +59,18 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
     assert (state(followed, 11.0), followed.chapter.cause) == ("running", DEATH)
     beside = events.WorkerEnded(0, 1, 12, -9, DEATH)
     assert state(story([*THREE_STEPS, (8.0, "b", beside)]), 10.0) == "running", "a newcomer's stops nobody"
+
+
+def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
+    """Nobody trains without it while nothing can be agreed, so it does not stand by; afterwards it may."""
+    ready = [*AWAY, (8.0, "b", events.WorkerEnded(1, 1, 12, -9, DEATH)), (9.0, "b", events.Ready(0))]
+    lasts, agreed = story(ready), story([*ready, *((12.0, each, begun(2, "ab", "failure")) for each in "ab")])
+    for told in (lasts, agreed):
+        spent = totals(told.spans_by_node(12.0)["b"])
+        assert (spent["agree"], spent.get("standby", 0.0)) == (3.0, 0.0)
+    left = [(12.0, "a", begun(2, "a", "failure")), (12.5, "b", events.StandsBy(**vars(begun(2, "a", "failure"))))]
+    spent = totals(story([*ready, *left]).spans_by_node(14.0)["b"])
+    assert (spent["agree"], spent["standby"]) == (3.0, 2.0)
 
 
 @pytest.mark.parametrize("missed", [True, False])
