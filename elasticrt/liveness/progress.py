@@ -193,6 +193,10 @@ class Progress:
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
         """Tell how the recovery until `at_ns` was spent, and begin anew."""
+        self._count(self._look())
+        if self._newest is not None and self._newest.pause_s:  # An evaluation before the first step.
+            self.tell()
+        self._newest = None
         own = self._count_from(at_ns)
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns)

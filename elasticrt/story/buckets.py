@@ -235,6 +235,7 @@ class LifeSpans:
         self._waits = False  # Whether the newest one with a seat for this node waits for nodes.
         self._marks: tuple[_Mark, ...] = ()  # Those after the cursor.
         self._base: tuple[tuple[str, float], ...] = ()  # The seconds by bucket at the cursor.
+        self._before: _Mark | None = None  # The newest mark before the first step of the newest generation.
 
     def tell(self, event: events.Event, at: float, *, short: bool = False) -> None:
         """Fold in an event of this node at `at`. `short`: before its generation there were too few nodes."""
@@ -259,7 +260,9 @@ class LifeSpans:
             case events.SetUp() | events.Recovery():
                 self._stepped(event, at - event.age_s, short=short)
             case events.Progress() if self._mode == "training" and event.generation == self._generation:
-                self._progressed(event, at)
+                self._progressed(_mark(event, at))
+            case events.Progress() if event.generation == self._newest:
+                self._before = _mark(event, at)
             case events.WorkerEnded() if event.failure and event.generation == self._generation:
                 self._failed_at = self._failed_at or at
             case events.WorkersStarted() if self._mode == "seated":
@@ -315,7 +318,7 @@ class LifeSpans:
             self._left_out(at, self._course.step_at or at)
         if self._mode in ("idle", "ready"):
             self._idle_to(at, event)
-        self._newest, self._waits = event.number, event.waits
+        self._newest, self._waits, self._before = event.number, event.waits, None
         if self._mode == "waiting":
             self._to(at, WAITING)
         if self._mode == "training":
@@ -375,7 +378,10 @@ class LifeSpans:
             end += took_ms / 1000
             bucket = _PHASES.get(name, SET_UP)
             if bucket == TRAIN and loop:
+                # What the workers have spent besides their first step counts anew from then on.
+                self._marks = (self._before,) if self._before is not None else ()
                 self._train_to(end)
+                self._marks, self._base = (), ()
                 continue
             if bucket == TRAIN:  # A script without a Loop does not say when it is ready for its first step.
                 bucket, stands = SET_UP, self._course.stood_within(self._cursor, end)
@@ -388,9 +394,7 @@ class LifeSpans:
                 self._to(min(end, until), DETECT)
             self._to(end, bucket)
 
-    def _progressed(self, event: events.Progress, at: float) -> None:
-        spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
-        mark = _Mark(at, event.step or event.beats, spent, event.pausing)
+    def _progressed(self, mark: _Mark) -> None:
         before = self._marks
         if before and mark.step <= before[-1].step:
             before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
@@ -421,7 +425,10 @@ class LifeSpans:
                 self._set_up_to(end)
 
     def _set_up_to(self, end: float) -> None:
-        """Paint the set-up up to `end`, less the time in which the first step is known not to come."""
+        """Paint the set-up up to `end`, less pauses and the time in which the first step is known not to come."""
+        if self._before is not None and (paused_s := dict(self._before.seconds)[PAUSE]):
+            self._to(self._before.at - paused_s, SET_UP)
+            self._to(end if self._before.pausing else self._before.at, PAUSE)
         course = self._courses.get(self._newest)
         since = course.stands_since if course is not None else None
         self._to(end if since is None else min(since, end), SET_UP)
@@ -501,6 +508,11 @@ class LifeSpans:
             self._to(self._cursor + spent_s, bucket)
             amounts[bucket] = left_s - spent_s
         return self._cursor - begin
+
+
+def _mark(event: events.Progress, at: float) -> _Mark:
+    spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
+    return _Mark(at, event.step or event.beats, spent, event.pausing)
 
 
 def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:

@@ -14,6 +14,13 @@ from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
 START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25, "restore": 0.25}
+EVALUATES = [
+    (8.0, "a", events.WorkerEnded(1, 0, 11, -9, "rank 0 on a: killed by SIGKILL")),
+    (8.5, "a", begun(2, "ab", "failure", in_place=False)),
+    (9.0, "a", events.Progress(2, 0, 0.0, 0.0, 0.0)),
+    (14.5, "a", events.Progress(2, 0, 0.0, 0.0, 4.5, pausing=True)),
+]
+EVALUATED = events.Recovery(2, 8.0, {"detect": 500, "start": 1000, "restore": 500, "first_step": 6000})
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,16 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
                 "restore": 0.35,
             },
             id="until the run is where it was, steps are done again",
+        ),
+        pytest.param(
+            [*EVALUATES, (16.0, "a", events.Progress(2, 31, 0.0, 0.0, 5.0)), (16.0, "a", EVALUATED)],
+            {**START, "train": 4.5 + 1.0, "detect": 0.5, "set-up": 2.0, "restore": 0.75, "pause": 5.0},
+            id="an evaluation before the first step after a restart",
+        ),
+        pytest.param(
+            [*EVALUATES, (18.0, "a", events.AgentStopped(0))],
+            {**START, "train": 4.5, "agree": 0.5, "set-up": 1.0 + 1.5, "pause": 8.0},
+            id="the same while it lasts",
         ),
         pytest.param(
             [
