@@ -106,7 +106,7 @@ class Sparse:
 
 
 class EventLog:
-    """Writes events, from any thread. If the directory cannot be written to, there is one warning.
+    """Writes events, from any thread. If the directory cannot be written to, or is deleted, there is one warning.
 
     Args:
         node: the node's name.
@@ -133,11 +133,15 @@ class EventLog:
         self._node = node
 
     def write(self, event: events.Event) -> None:
-        """Write `event` with the present time. One system call for each destination; nothing is synced."""
+        """Write `event` with the present time. Nothing is synced."""
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
             self._open()
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:
+                log.warning("no further events are written: %s was deleted", self._directory)
+                os.close(self._file)
+                self._file = -1
             self._file = self._put(self._file, self._sparse.due(type(event), line, at))
             self._fd = self._put(self._fd, line)
             self._tell(events.Record(event, self._node, at, now.timestamp()))
@@ -177,11 +181,12 @@ class EventLog:
 
     @staticmethod
     def _put(fd: int, line: bytes) -> int:
-        """Write to a descriptor. Returns it, or -1 after an error: a full disk ends the log."""
-        if fd < 0 or not line:
+        """Write to a descriptor. Returns it, or -1 after an error: a full disk ends the log, perhaps within a line."""
+        if fd < 0:
             return fd
         try:
-            os.write(fd, line)
+            while line:
+                line = line[os.write(fd, line) :]
         except OSError as error:
             log.warning("no further events are written: %s", error.strerror)
             return -1

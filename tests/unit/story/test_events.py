@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -88,6 +89,33 @@ def test_half_a_line_costs_the_next_agent_nothing(tmp_path):
     first, second = files(tmp_path)
     assert [record.event for record in records(first)] == [events.Committed(7, 2)] * 2
     assert second.read_bytes().startswith(b"{")
+
+
+def test_nothing_follows_half_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A destination that takes a part of an event only gets no later one, with one warning."""
+    reads, writes = os.pipe2(os.O_NONBLOCK)
+    log = EventLog("n1", None, writes)
+    log.write(events.Committed(7, 2))
+    log.write(events.Failure("as long as this " * PIECE_BYTES))
+    whole, half = os.read(reads, PIECE_BYTES).split(b"\n")
+    log.write(events.Committed(8, 2))
+    with pytest.raises(BlockingIOError):
+        os.read(reads, PIECE_BYTES)
+    assert (events.decode(whole).event, events.decode(half)) == (events.Committed(7, 2), None)
+    assert caplog.text.count("no further events are written") == 1
+    for each in (reads, writes):
+        os.close(each)
+
+
+def test_a_directory_that_is_deleted_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Events of a run that goes on are no longer kept then, which one warning says."""
+    log = EventLog("n1", tmp_path / "run")
+    log.write(events.Committed(7, 2))
+    shutil.rmtree(tmp_path / "run")
+    for step in (8, 9):
+        log.write(events.Committed(step, 2))
+    log.close()
+    assert caplog.text.count(f"no further events are written: {tmp_path / 'run'} was deleted") == 1
 
 
 STARTED = events.AgentStarted(7, "calm-fox", "etcd", "runs/calm-fox")

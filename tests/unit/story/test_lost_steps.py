@@ -7,7 +7,7 @@ import pytest
 from elasticrt import events
 from elasticrt.story import sentences
 from elasticrt.story.report import changes
-from tests.unit.story.told import THREE_STEPS, begun, started, story
+from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 SET_UP = {"start": 500.0, "script": 500.0, "first_step": 500.0}
 TWENTY = (6.0, "a", events.Step(1, 20, 0, {}))
@@ -117,6 +117,24 @@ def test_an_agent_claims_nothing_that_it_does_not_know():
     alone = story([entry for entry in KILLED if entry[1] == "c"])
     assert (alone.chapter.redone, changes(alone)) == (None, "0 changes of membership")
     assert changes(story(KILLED)) == "1 change of membership; 29 steps done again"
+
+
+STORM: list[Entry] = [
+    *THREE_STEPS,
+    TWENTY,
+    (7.0, "a", begun(2, "ab", "failure")),
+    (7.1, "a", begun(3, "a", "failure")),
+    (8.0, "a", first(3, 20, 0, 2.0)),
+]
+
+
+def test_a_generation_that_makes_no_step_loses_none():
+    """Where faults follow each other closely; while the newest has made none, or other nodes' steps are unknown, nothing
+    is claimed."""
+    assert changes(story(STORM)) == "2 changes of membership, the longest pause 2.00 s; no step lost"
+    assert "lost" not in changes(story([*STORM, (9.0, "a", begun(4, "a", "failure"))]))
+    away = [*STORM, (9.0, "a", begun(4, "b")), (10.0, "a", begun(5, "a", "join")), (11.0, "a", first(5, 30, 0))]
+    assert "lost" not in changes(story([each for each in away if each[1] == "a"]))
 
 
 def test_workers_that_go_on_in_place_begin_where_they_stood():
