@@ -9,11 +9,13 @@ import argparse
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from elasticrt.cli.slurm import Slurm
 from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags, variable
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import Option, options_of, yes_or_no
+from elasticrt.option_values import NODES_MAX, Option, options_of, yes_or_no
 from elasticrt.run_options import EtcdOptions, RunOptions
 
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
@@ -133,10 +135,15 @@ def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
 
 def options_given(arguments: argparse.Namespace, base: E) -> E:
     """`base` with what was given to a command about a run that `elasticrt run` has made: the name of the run, and where
-    its agents meet, are derived as they are there. Raises ConfigError.
+    its agents meet, are derived as they are there. SLURM's is taken where there is such a run: an agent that trains
+    alone has another one. Raises ConfigError.
     """
     flags, options = read(MeetingFlags(), arguments, os.environ), read(base, arguments, os.environ)
-    return replace(flags.placed(options), run_id=options.run_id or flags.run_id(options))
+    run_id, slurm = options.run_id or flags.run_id(options), Slurm.from_env(os.environ)
+    of_step = slurm.run_id(NODES_MAX) if slurm is not None and run_id is None else None
+    if of_step is not None and Path(arguments.log_dir, of_step).is_dir():
+        run_id = of_step
+    return replace(flags.placed(options), run_id=run_id)
 
 
 def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:

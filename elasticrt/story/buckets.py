@@ -259,10 +259,8 @@ class LifeSpans:
                 self._stopped(event, at)
             case events.SetUp() | events.Recovery():
                 self._stepped(event, at - event.age_s, short=short)
-            case events.Progress() if self._mode == "training" and event.generation == self._generation:
-                self._progressed(_mark(event, at))
-            case events.Progress() if event.generation == self._newest:
-                self._before = _mark(event, at)
+            case events.Progress():
+                self._progressed(event, at)
             case events.WorkerEnded() if event.failure and event.generation == self._generation:
                 self._failed_at = self._failed_at or at
             case events.WorkersStarted() if self._mode == "seated":
@@ -394,7 +392,12 @@ class LifeSpans:
                 self._to(min(end, until), DETECT)
             self._to(end, bucket)
 
-    def _progressed(self, mark: _Mark) -> None:
+    def _progressed(self, event: events.Progress, at: float) -> None:
+        spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
+        mark = _Mark(at, event.step or event.beats, spent, event.pausing)
+        if self._mode != "training" or event.generation != self._generation:
+            self._before = mark if event.generation == self._newest else self._before
+            return
         before = self._marks
         if before and mark.step <= before[-1].step:
             before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
@@ -508,11 +511,6 @@ class LifeSpans:
             self._to(self._cursor + spent_s, bucket)
             amounts[bucket] = left_s - spent_s
         return self._cursor - begin
-
-
-def _mark(event: events.Progress, at: float) -> _Mark:
-    spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
-    return _Mark(at, event.step or event.beats, spent, event.pausing)
 
 
 def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:

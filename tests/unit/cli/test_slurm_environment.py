@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from elasticrt.cli.configure import configure
 from elasticrt.cli.main import build_parser
+from elasticrt.cli.report import directory_of
 from elasticrt.cli.run import options_given
 from elasticrt.cli.slurm import Slurm, alone, first_node
 from elasticrt.errors import ConfigError
@@ -17,6 +19,7 @@ from elasticrt.ipc.env import inherited
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import ETCD_WAIT_S
+from tests.unit.story.told import THREE_STEPS, write
 
 BATCH = {
     "SLURM_CLUSTER_NAME": "lab",
@@ -99,6 +102,22 @@ def test_node_and_run(env: dict[str, str], argv: tuple[str, ...], node: str, run
         assert re.fullmatch(r"[a-z]+-[a-z]+-[a-z2-9]{5}", settings.run_id)
     else:
         assert settings.run_id == run_id
+
+
+@pytest.mark.parametrize(("env", "name"), [(TASK, "lab-19"), (ELEMENT, "lab-17"), (BATCH, "newest")])
+def test_views_name_the_run_as_its_agents_do(
+    env: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a task of the step or the array the run is that of its agents, where there is one; else it is the newest."""
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    arguments = build_parser().parse_args(["report"])
+    for made in ("newest", "lab-17", "lab-19"):
+        write(tmp_path / "elasticrt_runs" / made, THREE_STEPS)
+        os.utime(tmp_path / "elasticrt_runs" / made / "events-a.jsonl", (0, 2**31 if made == "newest" else 0))
+        if made == "newest":
+            assert directory_of(arguments).name == "newest"
+    assert directory_of(arguments).name == name
 
 
 @pytest.mark.parametrize("env", [{}, {"SLURM_CONF": "/etc/slurm.conf", "SLURM_PROCID": "3"}])
