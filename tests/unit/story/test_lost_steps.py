@@ -129,7 +129,7 @@ STORM: list[Entry] = [
 
 
 def test_a_generation_that_makes_no_step_loses_none():
-    """Where faults follow each other closely. While the newest has made none, or others' steps are unknown: no claim."""
+    """Where faults follow each other closely. While the newest has made none, nothing is claimed."""
     assert changes(story(STORM)) == "2 changes of membership, the longest pause 2.00 s; no step lost"
     assert "lost" not in changes(story([*STORM, (9.0, "a", begun(4, "a", "failure"))]))
     away = [*STORM, (9.0, "a", begun(4, "b")), (10.0, "a", begun(5, "a", "join")), (11.0, "a", first(5, 30, 0))]
