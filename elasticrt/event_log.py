@@ -44,24 +44,39 @@ def _leave_out(path: Path) -> None:
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
-    """The records of a file of events, in its order; of its last `tail_bytes` bytes only, if given.
-
-    Malformed lines are left out: a killed agent or a full disk ends a file within one. The file is open only while a
-    piece of it is read, because a run may have thousands of files. Raises OSError.
-    """
+    """The records of a file of events, in its order; of its last `tail_bytes` bytes only, if given. Raises OSError."""
     at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
+    return (record for _, record in lines(path, {path: at}, whole=False))
+
+
+def lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[tuple[str, events.Record]]:
+    """The lines of events in what `added` reads, with their records.
+
+    Malformed ones are left out: a killed agent or a full disk ends a file within one.
+    """
+    for text in added(path, offsets, whole=whole):
+        for line in text.splitlines():
+            if (record := events.decode(line)) is not None:
+                yield line, record
+
+
+def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
+    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
+
+    The file is open only while a piece of it is read, because a run may have thousands of files. Raises OSError.
+    """
     # Not empty, so that the loop begins: an empty piece is the end of the file.
-    rest, data = b"", b" "
+    begun, data = bytearray(), b" "
     while data:
         with path.open("rb") as file:
-            file.seek(at)
+            file.seek(offsets.get(path, 0) + len(begun))
             data = file.read(PIECE_BYTES)
-        at += len(data)
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines if data else [rest]:
-            record = events.decode(line)
-            if record is not None:
-                yield record
+        begun += data
+        end = begun.rfind(b"\n", len(begun) - len(data)) + 1 if data or whole else len(begun)
+        if end:
+            offsets[path] = offsets.get(path, 0) + end
+            yield begun[:end].decode(errors="replace")
+            del begun[:end]
 
 
 def newest_result(directory: Path) -> events.Result | None:

@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, get_args
+from typing import Any
 
 from elasticrt.ipc.typed import typed
 from elasticrt.text import json_text
@@ -24,9 +24,23 @@ VERSION = 1
 SECONDS_MAX = 1e10
 """Later times are nonsense: a line that has one is no event."""
 
+KINDS: dict[str, type[Any]] = {}
+"""The kinds of events by their names on a line."""
+
+_NAMES: dict[type[Any], str] = {}
+
+
+class Event:
+    """What happened. Each kind is a dataclass of its own."""
+
+    def __init_subclass__(cls) -> None:
+        """The name of the kind on a line is `first_step` for FirstStep."""
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+        KINDS[name], _NAMES[cls] = cls, name
+
 
 @dataclass(frozen=True)
-class AgentStarted:
+class AgentStarted(Event):
     """An agent joins the run. The first event of its life.
 
     Attributes:
@@ -49,7 +63,7 @@ class AgentStarted:
 
 
 @dataclass(frozen=True)
-class Health:
+class Health(Event):
     """The agent's health can be asked for.
 
     Attributes:
@@ -60,7 +74,7 @@ class Health:
 
 
 @dataclass(frozen=True)
-class ParentWarm:
+class ParentWarm(Event):
     """The worker parent has imported torch: workers can now be started at once.
 
     Attributes:
@@ -77,7 +91,7 @@ class ParentWarm:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Generation(Event):
     """This node has a seat in another generation, and begins it.
 
     Attributes:
@@ -104,7 +118,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Resized:
+class Resized(Event):
     """The run may have another number of nodes.
 
     Attributes:
@@ -128,7 +142,7 @@ class StandsBy(Generation):
 
 
 @dataclass(frozen=True)
-class WorkersStarted:
+class WorkersStarted(Event):
     """All workers of this node's seat run.
 
     Attributes:
@@ -143,7 +157,7 @@ class WorkersStarted:
 
 
 @dataclass(frozen=True)
-class Restarted:
+class Restarted(Event):
     """The workers of a later generation run, or wait for nodes in it. `recovery` follows after their first step.
 
     Attributes:
@@ -156,7 +170,7 @@ class Restarted:
 
 
 @dataclass(frozen=True)
-class FirstStep:
+class FirstStep(Event):
     """The first step of a `Loop` in a generation is done on this node.
 
     Attributes:
@@ -176,7 +190,7 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class Recovery(Event):
     """The pause between two generations is over on this node: a step of a `Loop` or of an optimizer is done.
 
     Attributes:
@@ -197,7 +211,7 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class SetUp:
+class SetUp(Event):
     """A node that has not trained before has made its first step.
 
     Attributes:
@@ -212,7 +226,7 @@ class SetUp:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Event):
     """A step is done, by rank 0: at most four times a second, from the agent of its node.
 
     Attributes:
@@ -229,7 +243,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Event):
     """The progress of this node's workers, and the time spent besides the steps.
 
     It is written about every 5 s, when there has been no step for a second, when steps go on that stood still, and at
@@ -264,7 +278,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Committed:
+class Committed(Event):
     """A checkpoint is committed. A run without living workers resumes from the newest one.
 
     Attributes:
@@ -281,7 +295,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Unsaved:
+class Unsaved(Event):
     """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on.
 
     Attributes:
@@ -296,7 +310,7 @@ class Unsaved:
 
 
 @dataclass(frozen=True)
-class Copied:
+class Copied(Event):
     """The agent keeps a copy of the state in memory.
 
     Attributes:
@@ -311,7 +325,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Event):
     """A worker has set up beside the training, and waits to be let in.
 
     Attributes:
@@ -322,7 +336,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class WorkerEnded:
+class WorkerEnded(Event):
     """A worker's process has ended.
 
     Attributes:
@@ -345,7 +359,7 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True)
-class MemberLost:
+class MemberLost(Event):
     """The leader has taken out a lost node.
 
     Attributes:
@@ -358,7 +372,7 @@ class MemberLost:
 
 
 @dataclass(frozen=True)
-class Stalled:
+class Stalled(Event):
     """There is no step for too long, or a worker does not end after others have. Without `final` it is a warning.
 
     Attributes:
@@ -377,7 +391,7 @@ class Stalled:
 
 
 @dataclass(frozen=True)
-class Culprit:
+class Culprit(Event):
     """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
     The node of rank 0 finds it; the others hear it from there, and write it as well.
@@ -400,7 +414,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class GoesOn:
+class GoesOn(Event):
     """This node's workers make steps again, after a time without one of which `culprit` or `stalled` has told.
 
     Attributes:
@@ -413,7 +427,7 @@ class GoesOn:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class Straggler(Event):
     """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0.
 
     Attributes:
@@ -432,7 +446,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class EtcdAway:
+class EtcdAway(Event):
     """Etcd does not answer this agent, so nothing is committed or agreed; or it does again.
 
     Attributes:
@@ -447,7 +461,7 @@ class EtcdAway:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Event):
     """The report of a run that has failed.
 
     Attributes:
@@ -458,7 +472,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Event):
     """The run has ended. Every node writes the same.
 
     Attributes:
@@ -473,7 +487,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Leaves:
+class Leaves(Event):
     """This node leaves the run, and ends its workers.
 
     Attributes:
@@ -484,7 +498,7 @@ class Leaves:
 
 
 @dataclass(frozen=True)
-class AgentStopped:
+class AgentStopped(Event):
     """The agent ends. The last event of its life, unless it is killed.
 
     Attributes:
@@ -492,48 +506,6 @@ class AgentStopped:
     """
 
     code: int
-
-
-Event = (
-    AgentStarted
-    | Health
-    | ParentWarm
-    | Generation
-    | StandsBy
-    | Resized
-    | WorkersStarted
-    | Restarted
-    | FirstStep
-    | Recovery
-    | SetUp
-    | Step
-    | Progress
-    | Committed
-    | Unsaved
-    | Copied
-    | Ready
-    | WorkerEnded
-    | MemberLost
-    | Stalled
-    | Culprit
-    | GoesOn
-    | Straggler
-    | EtcdAway
-    | Failure
-    | Result
-    | Leaves
-    | AgentStopped
-)
-
-
-def kind_of(event: Event | type[Event]) -> str:
-    """The name of its kind on a line: `first_step` for FirstStep."""
-    name = event.__name__ if isinstance(event, type) else type(event).__name__
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-KINDS: dict[str, type[Any]] = {kind_of(kind): kind for kind in get_args(Event)}
-_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -553,9 +525,14 @@ class Record:
     time: float
 
 
+def kind_of(event: Event) -> str:
+    """The name of its kind on a line."""
+    return _NAMES[type(event)]
+
+
 def encode(event: Event, node: str, at: float, time: datetime) -> bytes:
     """The line, without its end."""
-    head = {"v": VERSION, "event": _NAMES[type(event)], "node": node, "at": round(at, 6), "time": time.isoformat()}
+    head = {"v": VERSION, "event": kind_of(event), "node": node, "at": round(at, 6), "time": time.isoformat()}
     return json_text({**head, **vars(event)}).encode()
 
 
@@ -569,11 +546,8 @@ def decode(line: bytes | str) -> Record | None:
         if kind is Step and "scalars" in found:  # Some of them may be "nan".
             found["scalars"] = {name: float(value) for name, value in found["scalars"].items()}
         event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
-        record = Record(event, str(found["node"]), float(found["at"]), _seconds(found["time"]))
+        time = datetime.fromisoformat(found["time"]).timestamp()
+        record = Record(event, str(found["node"]), float(found["at"]), time)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
     return record if abs(record.at) < SECONDS_MAX and 0 <= record.time < SECONDS_MAX else None
-
-
-def _seconds(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()

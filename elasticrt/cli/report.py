@@ -12,6 +12,7 @@ from typing import Any
 
 from elasticrt.cli.options import add_command, declare_log_dir, declare_run, options_given, parsed
 from elasticrt.errors import EXIT_OK, ConfigError
+from elasticrt.event_log import added
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
 from elasticrt.option_values import host_and_port, whole
@@ -215,7 +216,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     before, offsets = None, dict[Path, int]()
     for _, last in _looks(arguments, directory):
         for path in logs():
-            for text in run_dir.added(path, offsets, whole=not last):
+            for text in added(path, offsets, whole=not last):
                 title = f"==> {path.relative_to(directory)} <==\n" if path != before else ""
                 write(sys.stdout, title + text)
                 before = path

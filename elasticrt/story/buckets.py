@@ -266,8 +266,7 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                course = self._courses.get(self._newest)
-                unseen = self._mode == "seated" and not (course and course.saved)  # A script without a Loop.
+                unseen = self._mode == "seated" and not self._newest_course.saved  # A script without a Loop.
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
                     self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
@@ -276,8 +275,7 @@ class LifeSpans:
 
     def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
         """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
-        known = copy(self)
-        known._spans = list(self._spans)
+        known = self._copied()
         if lost and self._turn_at is None:
             known._left_out(end, self._course.step_at or end)
         known._finish(end)
@@ -285,10 +283,8 @@ class LifeSpans:
 
     def known_at(self, now: float) -> dict[str, float]:
         """Seconds by bucket of what is final, and of what is known up to `now`: a wait without a step, a hang."""
-        known = copy(self)
-        known._spans = list(self._spans)
-        course = self._courses.get(self._newest)
-        first_since = course.stands_since if course is not None else None
+        known = self._copied()
+        first_since = self._newest_course.stands_since
         stands_since = self._course.stands_since
         if self._mode in ("waiting", "idle", "ready"):
             known._finish(now)
@@ -301,6 +297,16 @@ class LifeSpans:
                 known._to(now, DETECT)
         return totals(known._spans)
 
+    def _copied(self) -> LifeSpans:
+        known = copy(self)
+        known._spans = list(self._spans)
+        return known
+
+    @property
+    def _newest_course(self) -> Course:
+        """That of the newest generation with a seat for this node."""
+        return self._courses.get(self._newest, self._course)
+
     @property
     def _pauses(self) -> tuple[_Mark, ...]:
         """The newest mark, if it is in a pause after which no step is known."""
@@ -309,8 +315,7 @@ class LifeSpans:
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
-        before = self._courses.get(self._newest)
-        if self._mode == "seated" and (event.waits or (before is not None and before.stands_since is not None)):
+        if self._mode == "seated" and (event.waits or self._newest_course.stands_since is not None):
             self._set_up_to(at)
         if self._mode == "training" and event.number != self._newest + 1:
             self._left_out(at, self._course.step_at or at)
@@ -332,7 +337,7 @@ class LifeSpans:
         They wait as well until they have agreed on the one that follows the failure of this node's worker.
         """
         if self._mode == "ready" and (until is None or until.number == self._newest + 1):
-            self._to(min(end, self._courses.get(self._newest, self._course).over_at), AGREE)
+            self._to(min(end, self._newest_course.over_at), AGREE)
         course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
         waits = not self._courses if course is None else course.waits or self.begin > course.left_at
         starts = until is not None and until.kind == "start"
@@ -351,7 +356,7 @@ class LifeSpans:
         """The others have gone on without this node, which knows it `at`, and has made its `last` step before."""
         if self._mode == "training":
             self._train_to(last if self._failed_at is None else min(last, self._failed_at))
-            self._to(min(at, self._courses.get(self._newest, self._course).over_at), DETECT)
+            self._to(min(at, self._newest_course.over_at), DETECT)
             self._to(at, STANDBY)
             self._mode = "idle"
         elif self._mode in ("seated", "waiting"):
@@ -432,8 +437,7 @@ class LifeSpans:
         if self._before is not None and (paused_s := dict(self._before.seconds)[PAUSE]):
             self._to(self._before.at - paused_s, SET_UP)
             self._to(end if self._before.pausing else self._before.at, PAUSE)
-        course = self._courses.get(self._newest)
-        since = course.stands_since if course is not None else None
+        since = self._newest_course.stands_since
         self._to(end if since is None else min(since, end), SET_UP)
         self._to(end, DETECT)
 

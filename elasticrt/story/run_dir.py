@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
-from elasticrt.event_log import PIECE_BYTES, files, records
-from elasticrt.events import VERSION, AgentStopped, Record, Result, decode
+from elasticrt.event_log import files, lines, records
+from elasticrt.events import VERSION, AgentStopped, Record, Result
 from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.fold import Story
 
@@ -81,9 +81,9 @@ def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[t
     """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
     offsets, last = dict[Path, int](), False
     while not last:
-        lines = list(_news(directory, story, offsets))
+        news = list(_news(directory, story, offsets))
         last = over()
-        yield lines, last
+        yield news, last
         if not last:
             time.sleep(LOOK_EVERY_S)
 
@@ -100,32 +100,11 @@ def _news(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[s
 
 def _told(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[str]:
     def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
-        for text in added(path, offsets, whole=True):
-            for line in text.splitlines():
-                if (record := decode(line)) is not None:
-                    yield story.clocks.when(record), line, record
+        return ((story.clocks.when(record), line, record) for line, record in lines(path, offsets, whole=True))
 
     for _, line, record in heapq.merge(*map(timed, files(directory)), key=lambda each: each[0]):
         story.tell(record)
         yield line
-
-
-def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
-    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
-
-    The file is open only while a piece of it is read, because a run may have thousands of files.
-    """
-    begun, data = bytearray(), b" "
-    while data:
-        with path.open("rb") as file:
-            file.seek(offsets.get(path, 0) + len(begun))
-            data = file.read(PIECE_BYTES)
-        begun += data
-        end = begun.rfind(b"\n", len(begun) - len(data)) + 1 if data or whole else len(begun)
-        if end:
-            offsets[path] = offsets.get(path, 0) + end
-            yield begun[:end].decode(errors="replace")
-            del begun[:end]
 
 
 def dead_here(story: Story) -> list[str]:

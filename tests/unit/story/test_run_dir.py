@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elasticrt.event_log import PIECE_BYTES
-from elasticrt.story.run_dir import added
+from elasticrt.event_log import PIECE_BYTES, added
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
