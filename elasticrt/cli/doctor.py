@@ -53,12 +53,12 @@ def main(arguments: argparse.Namespace) -> int:
     options = read(MeetingFlags(), arguments, os.environ).placed(read(DoctorOptions(), arguments, os.environ))
     with _last_line() as show:
         show("loading")
-        from elasticrt.cli import doctor_looks, doctor_reach
+        from elasticrt.cli import doctor_looks
         from elasticrt.cli.doctor_findings import line
 
         if options.listen:
             show("")
-            doctor_reach.answer_peers(doctor_looks.own_address(options)[0])
+            doctor_looks.answer_peers(doctor_looks.own_address(options)[0])
             return EXIT_OK
         failed = False
         for title, look in (doctor_looks.LOOKS if options.peer is None else {"peer": doctor_looks.peer}).items():

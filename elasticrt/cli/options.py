@@ -125,11 +125,10 @@ class _Refused(argparse.Action):
 
 def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
     """`base` with what was given. Raises ConfigError that names the option or the variable."""
-    values: dict[str, Any] = {}
-    for name, option in options_of(base).items():
-        text, where = _given(option, arguments, env)
-        if text is not None:
-            values[name] = parsed(option.parse if option.value else yes_or_no, where, arguments.prog)(text)
+    values = {
+        name: parsed(option.parse if option.value else yes_or_no, where, arguments.prog)(text)
+        for name, (option, text, where) in given(base, arguments, env).items()
+    }
     return replace(base, **values)  # type: ignore[type-var]
 
 
@@ -165,9 +164,8 @@ def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, 
     `without`: fields whose options are left out. All values must have been read without an error.
     """
     found = []
-    for name, option in options_of(kind).items():
-        text, _ = _given(option, arguments, env)
-        if text is None or name in without:
+    for name, (option, text, _) in given(kind, arguments, env).items():
+        if name in without:
             continue
         if not option.value:
             found += [option.names[0]] if yes_or_no(text) else []
@@ -178,21 +176,18 @@ def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, 
     return found
 
 
-def _given(option: Option, arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[str | None, str]:
-    """The text given for an option, and where: the option's name or the variable's. None where nothing is given."""
-    text: str | None = getattr(arguments, _dest(option), None)
-    if text is None:
-        # An agent sets ELASTICRT_NODE for its workers: an `elasticrt run` inside one must not take it for an option.
-        inside_worker = "ELASTICRT_GENERATION" in env
-        for name in variables(option):
-            if name in env and not (inside_worker and name == "ELASTICRT_NODE"):
-                return env[name], name
-    return text, option.names[0]
-
-
-def given(kind: type, arguments: argparse.Namespace, env: Mapping[str, str]) -> set[str]:
-    """The fields of `kind` whose options were given, here or in `env`."""
-    return {name for name, option in options_of(kind).items() if _given(option, arguments, env)[0] is not None}
+def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, tuple[Option, str, str]]:
+    """The options of `kind` that were given, by their fields, with the text, and where: an option or a variable."""
+    # An agent sets ELASTICRT_NODE for its workers: an `elasticrt run` inside one must not take it for an option.
+    hidden = "ELASTICRT_NODE" if "ELASTICRT_GENERATION" in env else ""
+    found = {}
+    for field, option in options_of(kind).items():
+        texts = [(option.names[0], getattr(arguments, _dest(option), None))]
+        texts += [(name, env[name]) for name in variables(option) if name in env and name != hidden]
+        for where, text in texts[::-1]:  # The first one counts.
+            if text is not None:
+                found[field] = option, text, where
+    return found
 
 
 def variables(option: Option) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[st
     both are given in one place.
     """
     ways = {"nnodes", "min_nodes", "max_nodes"}
-    used = ways & given(RunOptions, arguments, {}) or ways & given(RunOptions, arguments, env)
+    used = ways & given(RunOptions, arguments, {}).keys() or ways & given(RunOptions, arguments, env).keys()
     if "nnodes" in used and len(used) > 1:
         what, expected = "options that say the same thing twice", "--nnodes alone, or --min-nodes and --max-nodes"
         raise ConfigError(what, "--nnodes, --min-nodes, --max-nodes", expected=expected, remedy="Leave one of them out")

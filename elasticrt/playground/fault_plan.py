@@ -65,8 +65,3 @@ def parse_fault(text: str) -> Fault:
         raise ConfigError(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy)
     what = " ".join((found["what"] or found["add"]).split())
     return Fault(text, what, int(found["number"] or 0), step, after_s)
-
-
-def node_name(number: int) -> str:
-    """The name of the node that a fault calls `node K`."""
-    return f"node-{number}"

@@ -202,7 +202,7 @@ class _Player:
     # --- What is done -------------------------------------------------------------------------------------------------
 
     def _add_node(self) -> str:
-        node = fault_plan.node_name(self._started)
+        node = f"node-{self._started}"
         self._started += 1
         events_read, events_write = os.pipe()
         try:
@@ -246,7 +246,7 @@ class _Player:
             return self._add_node()
         if fault.what == "kill worker":
             return self._kill_worker(fault.number)
-        node = fault_plan.node_name(fault.number)
+        node = f"node-{fault.number}"
         process = self._agents.get(node)
         if process is None:
             return "no such node is running: nothing done"

@@ -12,7 +12,7 @@ from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import counted, listed, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Told
-from elasticrt.story.fold import Story, no_step
+from elasticrt.story.fold import Stand, Story
 
 OFFER_AFTER_STEPS = 30
 STATUS_EVERY_S = 5.0
@@ -61,7 +61,7 @@ class Narration:
                 return self._offer()
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
-                return [*lines, f"-- {no_step(record.event, record.event.age_s, counts=story.counts)}"]
+                return [*lines, f"-- {Stand(0.0, record.event, story.counts).told(record.event.age_s)}"]
             case events.Failure(text=text):
                 return text.splitlines()
             case events.Result() if not self._ended:

@@ -221,8 +221,9 @@ class Stand:
     counts: bool = True
 
     def told(self, now: float) -> str:
-        """The sentence about it, as of `now`."""
-        return no_step(self.culprit, now - self.since, counts=self.counts)
+        """The sentence about it, as of `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
+        after = f" after step {self.culprit.step:,}" if self.counts else ""
+        return f"no step for {now - self.since:.0f} s{after}: {self.culprit.reason}"
 
 
 class Story:
@@ -837,12 +838,6 @@ class Story:
 def ends(lives: Iterable[Life]) -> str:
     """With which codes agents have ended, in words."""
     return ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in lives}))
-
-
-def no_step(culprit: events.Culprit, age_s: float, *, counts: bool = True) -> str:
-    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`, of a finding, `age_s` after that step. See `Stand`."""
-    after = f" after step {culprit.step:,}" if counts else ""
-    return f"no step for {age_s:.0f} s{after}: {culprit.reason}"
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrt.errors import ConfigError
-from elasticrt.playground.fault_plan import Fault, node_name, parse_fault
+from elasticrt.playground.fault_plan import Fault, parse_fault
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,3 @@ DRAIN = parse_fault("step 80: drain node 1")
 def test_a_fault_is_due_when_its_step_or_second_has_come(step, elapsed_s, due):
     """It does not mind that steps were skipped between two looks."""
     assert [fault for fault in (KILL, ADD, DRAIN) if fault.is_due(step, elapsed_s)] == due
-
-
-def test_nodes_count_from_zero():
-    """`node 0` of a fault is the node called `node-0`."""
-    assert node_name(0) == "node-0"
