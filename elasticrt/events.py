@@ -246,10 +246,11 @@ class Step(Event):
 class Progress(Event):
     """The progress of this node's workers, and the time spent besides the steps.
 
-    It is written about every 5 s, when there has been no step for a second, when steps go on that stood still, and at
-    the end.
+    It is written about every 5 s, when there has been no step for a second, when steps go on that stood still, after a
+    pause before the first step, and at the end.
 
-    The seconds count from this node's first step in this generation, for the worker that spent most.
+    The seconds count from this node's first step in this generation, before it from the start of the workers, for the
+    worker that spent most.
 
     Attributes:
         generation: the generation.

@@ -81,7 +81,7 @@ def configure(
         etcd=etcd,
         credentials=read_credentials(options),
         serve=serve,
-        run_dir=run_dir(options, run_id),
+        run_dir=Path(log_place(options.log_dir), run_id).absolute(),
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
     spec = RunSpec(
@@ -259,11 +259,6 @@ def read_credentials(options: EtcdOptions) -> Credentials:
 # Output.
 
 
-def run_dir(options: RunOptions, run_id: str) -> Path:
-    """The run's directory."""
-    return Path(log_place(options.log_dir), run_id).absolute()
-
-
 def _check_log_dir(directory: Path) -> None:
     """Raise ConfigError for a directory that cannot be made or written to.
 
@@ -284,7 +279,5 @@ def _check_log_dir(directory: Path) -> None:
 
 def prefix_of(options: RunOptions, workers: int, env: Mapping[str, str]) -> str:
     """What the console puts before each line of workers."""
-    prefix = env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", options.prefix)
-    if prefix is None:
-        prefix = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""
-    return prefix
+    usual = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""
+    return env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", usual if options.prefix is None else options.prefix)

@@ -38,7 +38,6 @@ BUCKETS: Mapping[str, str] = {
 }
 """Each bucket with its meaning, the best use of time first."""
 
-_RANKS = {name: rank for rank, name in enumerate(BUCKETS)}
 _PHASES = {
     "detect": DETECT,
     "agree": AGREE,
@@ -232,7 +231,6 @@ class LifeSpans:
         self._workers_at: float | None = None  # When the workers of the first seat ran.
         self._turn_at: float | None = None  # When the generation after the training one was known.
         self._failed_at: float | None = None
-        self._waits = False  # Whether the newest one with a seat for this node waits for nodes.
         self._marks: tuple[_Mark, ...] = ()  # Those after the cursor.
         self._base: tuple[tuple[str, float], ...] = ()  # The seconds by bucket at the cursor.
         self._before: _Mark | None = None  # The newest mark before the first step of the newest generation.
@@ -255,7 +253,7 @@ class LifeSpans:
                 self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
-            case events.Restarted() if self._mode == "training" and self._waits:
+            case events.Restarted() if self._mode == "training" and self._newest_course.waits:
                 self._stopped(event, at)
             case events.SetUp() | events.Recovery():
                 self._stepped(event, at - event.age_s, short=short)
@@ -321,7 +319,7 @@ class LifeSpans:
             self._left_out(at, self._course.step_at or at)
         if self._mode in ("idle", "ready"):
             self._idle_to(at, event)
-        self._newest, self._waits, self._before = event.number, event.waits, None
+        self._newest, self._before = event.number, None
         if self._mode == "waiting":
             self._to(at, WAITING)
         if self._mode == "training":
@@ -614,7 +612,7 @@ class _Mixed:
 
     def flush(self) -> None:
         """What was added becomes spans."""
-        at, shared = self._begin, sorted(self._seconds.items(), key=lambda each: _RANKS[each[0]])
+        at, shared = self._begin, [(name, self._seconds[name]) for name in BUCKETS if name in self._seconds]
         for place, (bucket, spent_s) in enumerate(shared):
             end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
             last = self.spans[-1] if self.spans else None

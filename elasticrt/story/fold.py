@@ -345,11 +345,8 @@ class Story:
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
         """When etcd did not answer a node, up to `now`, or to what is known. Times that overlap are one."""
         alive = [self._present[node] for node in self.alive()] if now is not None else []
-        still = [
-            (life.away_since, max(now, life.last) if now is not None and life in alive else life.last)
-            for life in self.lives
-            if life.away_since is not None
-        ]
+        still = [(life.away_since, life.last) for life in self.lives if life.away_since is not None]
+        still += [(life.away_since, now) for life in alive if life.away_since is not None and now is not None]
         found: list[tuple[float, float]] = []
         for begin, end in sorted([*self.outages, *still]):
             if found and begin <= found[-1][1]:
