@@ -41,204 +41,129 @@ class Event:
 
 @dataclass(frozen=True)
 class AgentStarted(Event):
-    """An agent joins the run. The first event of its life.
+    """An agent joins the run. The first event of its life."""
 
-    Attributes:
-        pid: process id of the agent.
-        run_id: the run.
-        etcd: the address of etcd.
-        run_dir: the directory of this node's logs and events.
-        machine: the machine since it booted, or the container: times "at" and pids of the same one can be compared.
-        min_nodes: the run waits with fewer nodes.
-        max_nodes: the most nodes that can train.
-    """
-
-    pid: int
-    run_id: str
-    etcd: str
-    run_dir: str
+    pid: int  # Process id of the agent.
+    run_id: str  # The run.
+    etcd: str  # The address of etcd.
+    run_dir: str  # The directory of this node's logs and events.
+    # The machine since it booted, or the container: times "at" and pids of the same one can be compared.
     machine: str = ""
-    min_nodes: int = 1
-    max_nodes: int = 1
+    min_nodes: int = 1  # The run waits with fewer nodes.
+    max_nodes: int = 1  # The most nodes that can train.
 
 
 @dataclass(frozen=True)
 class Health(Event):
-    """The agent's health can be asked for.
+    """The agent's health can be asked for."""
 
-    Attributes:
-        url: the address.
-    """
-
-    url: str
+    url: str  # The address.
 
 
 @dataclass(frozen=True)
 class ParentWarm(Event):
-    """The worker parent has imported torch: workers can now be started at once.
+    """The worker parent has imported torch: workers can now be started at once."""
 
-    Attributes:
-        pid: process id of the parent.
-        method: "fork" or "exec": how it starts workers.
-        reason: why it is not "fork"; "" if it is.
-        import_s: seconds that the imports took.
-    """
-
-    pid: int
-    method: str
-    reason: str
-    import_s: float
+    pid: int  # Process id of the parent.
+    method: str  # "fork" or "exec": how it starts workers.
+    reason: str  # Why it is not "fork"; "" if it is.
+    import_s: float  # Seconds that the imports took.
 
 
 @dataclass(frozen=True)
 class Generation(Event):
-    """This node has a seat in another generation, and begins it.
+    """This node has a seat in another generation, and begins it."""
 
-    Attributes:
-        number: of the generation, from 1.
-        world_size: workers of all its nodes.
-        cause: why it was made, in the leader's words.
-        kind: "start", "failure", "lost", "join", "drain" or "resize".
-        restarts: failures so far that count against --max-restarts.
-        in_place: whether living workers go on in it; else all are started anew.
-        waits: whether it makes no step, because there are too few nodes: its workers save and keep the state.
-        nodes: its nodes, by rank.
-        resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
-    """
-
-    number: int
-    world_size: int
-    cause: str
-    kind: str
-    restarts: int
-    nodes: tuple[str, ...]
-    resume_step: int
-    in_place: bool = False
+    number: int  # Of the generation, from 1.
+    world_size: int  # Workers of all its nodes.
+    cause: str  # Why it was made, in the leader's words.
+    kind: str  # "start", "failure", "lost", "join", "drain" or "resize".
+    restarts: int  # Failures so far that count against --max-restarts.
+    nodes: tuple[str, ...]  # Its nodes, by rank.
+    resume_step: int  # The step that its workers start from, as far as it is known before they have agreed on it.
+    in_place: bool = False  # Whether living workers go on in it; else all are started anew.
+    # Whether it makes no step, because there are too few nodes: its workers save and keep the state.
     waits: bool = False
 
 
 @dataclass(frozen=True)
 class Resized(Event):
-    """The run may have another number of nodes.
+    """The run may have another number of nodes."""
 
-    Attributes:
-        min_nodes: the run waits with fewer nodes.
-        max_nodes: the most nodes that can train.
-    """
-
-    min_nodes: int
-    max_nodes: int
+    min_nodes: int  # The run waits with fewer nodes.
+    max_nodes: int  # The most nodes that can train.
 
 
 @dataclass(frozen=True)
 class StandsBy(Generation):
-    """A generation runs without this node. The fields are those of `generation`.
+    """A generation runs without this node. The fields are those of `generation`."""
 
-    Attributes:
-        age_s: seconds since the last step of this node's workers; 0 if they have made none.
-    """
-
-    age_s: float = 0.0
+    age_s: float = 0.0  # Seconds since the last step of this node's workers; 0 if they have made none.
 
 
 @dataclass(frozen=True)
 class WorkersStarted(Event):
-    """All workers of this node's seat run.
+    """All workers of this node's seat run."""
 
-    Attributes:
-        generation: theirs.
-        ranks: their global ranks.
-        pids: their process ids, in the same order.
-    """
-
-    generation: int
-    ranks: tuple[int, ...]
-    pids: tuple[int, ...]
+    generation: int  # Theirs.
+    ranks: tuple[int, ...]  # Their global ranks.
+    pids: tuple[int, ...]  # Their process ids, in the same order.
 
 
 @dataclass(frozen=True)
 class Restarted(Event):
-    """The workers of a later generation run, or wait for nodes in it. `recovery` follows after their first step.
+    """The workers of a later generation run, or wait for nodes in it. `recovery` follows after their first step."""
 
-    Attributes:
-        generation: theirs.
-        phases: ms of each phase so far; see `recovery`.
-    """
-
-    generation: int
-    phases: dict[str, float]
+    generation: int  # Theirs.
+    phases: dict[str, float]  # Milliseconds of each phase so far; see `recovery`.
 
 
 @dataclass(frozen=True)
 class FirstStep(Event):
-    """The first step of a `Loop` in a generation is done on this node.
+    """The first step of a `Loop` in a generation is done on this node."""
 
-    Attributes:
-        generation: the generation.
-        step: the step, counted over the whole run.
-        resumed_from: the last step before the generation.
-        pause_s: seconds between the last step before it and this one; null if the node has made none before.
-        redone: steps that had been done already, and are done again; null if this node does not know the last step
-            before the generation.
-    """
-
-    generation: int
-    step: int
-    resumed_from: int
+    generation: int  # The generation.
+    step: int  # The step, counted over the whole run.
+    resumed_from: int  # The last step before the generation.
+    # Seconds between the last step before it and this one; null if the node has made none before.
     pause_s: float | None
+    # Steps that had been done already, and are done again; null if this node does not know the last step before the
+    # generation.
     redone: int | None
 
 
 @dataclass(frozen=True)
 class Recovery(Event):
-    """The pause between two generations is over on this node: a step of a `Loop` or of an optimizer is done.
+    """The pause between two generations is over on this node: a step of a `Loop` or of an optimizer is done."""
 
-    Attributes:
-        generation: the new one.
-        pause_s: seconds between the last step before it and the first one after it.
-        phases: ms of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
-            is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run),
-            "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
-            group), "loop" (the script has come to its `Loop`), "restore" (the state is restored), "first_step" (a step
-            is done). They add up to the pause.
-        age_s: seconds since it was over.
-    """
-
-    generation: int
-    pause_s: float
+    generation: int  # The new one.
+    pause_s: float  # Seconds between the last step before it and the first one after it.
+    # Milliseconds of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
+    # is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run), "script"
+    # (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process group), "loop" (the
+    # script has come to its `Loop`), "restore" (the state is restored), "first_step" (a step is done). They add up to
+    # the pause.
     phases: dict[str, float]
-    age_s: float = 0.0
+    age_s: float = 0.0  # Seconds since it was over.
 
 
 @dataclass(frozen=True)
 class SetUp(Event):
-    """A node that has not trained before has made its first step.
+    """A node that has not trained before has made its first step."""
 
-    Attributes:
-        generation: the generation.
-        phases: ms of each phase since this node knew of its seat; see `recovery`.
-        age_s: seconds since that step.
-    """
-
-    generation: int
-    phases: dict[str, float]
-    age_s: float = 0.0
+    generation: int  # The generation.
+    phases: dict[str, float]  # Milliseconds of each phase since this node knew of its seat; see `recovery`.
+    age_s: float = 0.0  # Seconds since that step.
 
 
 @dataclass(frozen=True)
 class Step(Event):
-    """A step is done, by rank 0: at most four times a second, from the agent of its node.
+    """A step is done, by rank 0: at most four times a second, from the agent of its node."""
 
-    Attributes:
-        generation: the generation.
-        step: the step, counted over the whole run.
-        epoch: the epoch, from 0.
-        scalars: the numbers given to `loop.report`, by name, at most a second old; "nan", "inf" or "-inf" as a text.
-    """
-
-    generation: int
-    step: int
-    epoch: int
+    generation: int  # The generation.
+    step: int  # The step, counted over the whole run.
+    epoch: int  # The epoch, from 0.
+    # The numbers given to `loop.report`, by name, at most a second old; "nan", "inf" or "-inf" as a text.
     scalars: dict[str, float] = field(default_factory=dict)
 
 
@@ -251,144 +176,87 @@ class Progress(Event):
 
     The seconds count from this node's first step in this generation, before it from the start of the workers, for the
     worker that spent most.
-
-    Attributes:
-        generation: the generation.
-        step: the last step that all of them have finished, counted over the whole run; 0 without a `Loop`.
-        data_s: seconds of waiting for the loader.
-        save_s: seconds in which the training stood still for a checkpoint or a copy of the state.
-        pause_s: seconds in `loop.pause`.
-        samples: trained on by the run so far, over all epochs; 0 without a sampler.
-        own_s: seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the
-            order of the ranks in `workers_started`; 0 if DDP has measured nothing.
-        beats: without a `Loop`, the steps of optimizers of the worker that has made fewest; else 0.
-        age_s: seconds since `step`.
-        pausing: whether one of them is in `loop.pause` now.
     """
 
-    generation: int
-    step: int
-    data_s: float
-    save_s: float
-    pause_s: float
-    samples: int = 0
+    generation: int  # The generation.
+    step: int  # The last step that all of them have finished, counted over the whole run; 0 without a `Loop`.
+    data_s: float  # Seconds of waiting for the loader.
+    save_s: float  # Seconds in which the training stood still for a checkpoint or a copy of the state.
+    pause_s: float  # Seconds in `loop.pause`.
+    samples: int = 0  # Trained on by the run so far, over all epochs; 0 without a sampler.
+    # Seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the order of
+    # the ranks in `workers_started`; 0 if DDP has measured nothing.
     own_s: tuple[float, ...] = ()
-    beats: int = 0
-    age_s: float = 0.0
-    pausing: bool = False
+    beats: int = 0  # Without a `Loop`, the steps of optimizers of the worker that has made fewest; else 0.
+    age_s: float = 0.0  # Seconds since `step`.
+    pausing: bool = False  # Whether one of them is in `loop.pause` now.
 
 
 @dataclass(frozen=True)
 class Committed(Event):
-    """A checkpoint is committed. A run without living workers resumes from the newest one.
+    """A checkpoint is committed. A run without living workers resumes from the newest one."""
 
-    Attributes:
-        step: the step it holds, counted over the whole run.
-        generation: the generation that saved it.
-        bytes: its size.
-        took_s: seconds since it was begun: copying the state, writing, committing.
-    """
-
-    step: int
-    generation: int
-    bytes: int = 0
-    took_s: float = 0.0
+    step: int  # The step it holds, counted over the whole run.
+    generation: int  # The generation that saved it.
+    bytes: int = 0  # Its size.
+    took_s: float = 0.0  # Seconds since it was begun: copying the state, writing, committing.
 
 
 @dataclass(frozen=True)
 class Unsaved(Event):
-    """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on.
+    """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on."""
 
-    Attributes:
-        step: the step that it would hold, counted over the whole run.
-        generation: the generation.
-        reason: what was found.
-    """
-
-    step: int
-    generation: int
-    reason: str
+    step: int  # The step that it would hold, counted over the whole run.
+    generation: int  # The generation.
+    reason: str  # What was found.
 
 
 @dataclass(frozen=True)
 class Copied(Event):
-    """The agent keeps a copy of the state in memory.
+    """The agent keeps a copy of the state in memory."""
 
-    Attributes:
-        generation: the generation.
-        step: the step it holds, counted over the whole run.
-        bytes: its size.
-    """
-
-    generation: int
-    step: int
-    bytes: int
+    generation: int  # The generation.
+    step: int  # The step it holds, counted over the whole run.
+    bytes: int  # Its size.
 
 
 @dataclass(frozen=True)
 class Ready(Event):
-    """A worker has set up beside the training, and waits to be let in.
+    """A worker has set up beside the training, and waits to be let in."""
 
-    Attributes:
-        local_rank: its number on this node.
-    """
-
-    local_rank: int
+    local_rank: int  # Its number on this node.
 
 
 @dataclass(frozen=True)
 class WorkerEnded(Event):
-    """A worker's process has ended.
+    """A worker's process has ended."""
 
-    Attributes:
-        generation: the generation of its start or its last seat; 0 for one that set up beside the training.
-        rank: its global rank.
-        pid: its process id.
-        code: exit code, or minus the signal's number.
-        failure: how it failed, in a line; "" if it has not, or was ended by its agent.
-        collateral: whether it failed only because another one had.
-        step: the last step that it finished in its generation, counted over the whole run; 0: none.
-    """
-
-    generation: int
-    rank: int
-    pid: int
-    code: int
-    failure: str = ""
-    collateral: bool = False
-    step: int = 0
+    generation: int  # The generation of its start or its last seat; 0 for one that set up beside the training.
+    rank: int  # Its global rank.
+    pid: int  # Its process id.
+    code: int  # Exit code, or minus the signal's number.
+    failure: str = ""  # How it failed, in a line; "" if it has not, or was ended by its agent.
+    collateral: bool = False  # Whether it failed only because another one had.
+    step: int = 0  # The last step that it finished in its generation, counted over the whole run; 0: none.
 
 
 @dataclass(frozen=True)
 class MemberLost(Event):
-    """The leader has taken out a lost node.
+    """The leader has taken out a lost node."""
 
-    Attributes:
-        lost: the node.
-        how: the evidence.
-    """
-
-    lost: str
-    how: str
+    lost: str  # The node.
+    how: str  # The evidence.
 
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """There is no step for too long, or a worker does not end after others have. Without `final` it is a warning.
+    """There is no step for too long, or a worker does not end after others have. Without `final` it is a warning."""
 
-    Attributes:
-        generation: the generation.
-        step: the last step, counted over the whole run.
-        age_s: seconds since then.
-        final: whether it is a failure.
-        stacks: the stacks of the workers: lines by rank.
-    """
-
-    generation: int
-    step: int
-    age_s: float
-    final: bool
-    stacks: dict[str, tuple[str, ...]]
+    generation: int  # The generation.
+    step: int  # The last step, counted over the whole run.
+    age_s: float  # Seconds since then.
+    final: bool  # Whether it is a failure.
+    stacks: dict[str, tuple[str, ...]]  # The stacks of the workers: lines by rank.
 
 
 @dataclass(frozen=True)
@@ -396,134 +264,83 @@ class Culprit(Event):
     """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
     The node of rank 0 finds it; the others hear it from there, and write it as well.
-
-    Attributes:
-        generation: the generation.
-        step: the last step, counted over the whole run, as rank 0's node has it.
-        age_s: seconds since then.
-        ranks: global ranks; none if no rank is behind the others.
-        nodes: theirs, or nodes that do not answer.
-        reason: what they do, where in the script, and where the others wait.
     """
 
-    generation: int
-    step: int
-    age_s: float
-    ranks: tuple[int, ...]
-    nodes: tuple[str, ...]
-    reason: str
+    generation: int  # The generation.
+    step: int  # The last step, counted over the whole run, as rank 0's node has it.
+    age_s: float  # Seconds since then.
+    ranks: tuple[int, ...]  # Global ranks; none if no rank is behind the others.
+    nodes: tuple[str, ...]  # Theirs, or nodes that do not answer.
+    reason: str  # What they do, where in the script, and where the others wait.
 
 
 @dataclass(frozen=True)
 class GoesOn(Event):
-    """This node's workers make steps again, after a time without one of which `culprit` or `stalled` has told.
+    """This node's workers make steps again, after a time without one of which `culprit` or `stalled` has told."""
 
-    Attributes:
-        generation: the generation.
-        step: the last step before that time, as in `culprit`.
-    """
-
-    generation: int
-    step: int
+    generation: int  # The generation.
+    step: int  # The last step before that time, as in `culprit`.
 
 
 @dataclass(frozen=True)
 class Straggler(Event):
-    """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0.
+    """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0."""
 
-    Attributes:
-        generation: the generation.
-        step: the last step, counted over the whole run.
-        slow: the node; "" when it has caught up.
-        own_s: seconds of its own work in a step.
-        others_s: the median of the other nodes.
-    """
-
-    generation: int
-    step: int
-    slow: str
-    own_s: float
-    others_s: float
+    generation: int  # The generation.
+    step: int  # The last step, counted over the whole run.
+    slow: str  # The node; "" when it has caught up.
+    own_s: float  # Seconds of its own work in a step.
+    others_s: float  # The median of the other nodes.
 
 
 @dataclass(frozen=True)
 class EtcdAway(Event):
-    """Etcd does not answer this agent, so nothing is committed or agreed; or it does again.
+    """Etcd does not answer this agent, so nothing is committed or agreed; or it does again."""
 
-    Attributes:
-        away_s: seconds without an answer until now.
-        problem: what a request has got in place of one; "": etcd answers again.
-        fresh: whether that is another one, which knows nothing: the one that the agents had started has died.
-    """
-
-    away_s: float
-    problem: str = ""
+    away_s: float  # Seconds without an answer until now.
+    problem: str = ""  # What a request has got in place of one; "": etcd answers again.
+    # Whether that is another one, which knows nothing: the one that the agents had started has died.
     fresh: bool = False
 
 
 @dataclass(frozen=True)
 class Failure(Event):
-    """The report of a run that has failed.
+    """The report of a run that has failed."""
 
-    Attributes:
-        text: lines for people: where each worker failed, and the end of its output.
-    """
-
-    text: str
+    text: str  # Lines for people: where each worker failed, and the end of its output.
 
 
 @dataclass(frozen=True)
 class Result(Event):
-    """The run has ended. Every node writes the same.
+    """The run has ended. Every node writes the same."""
 
-    Attributes:
-        status: "succeeded" or "failed".
-        code: the exit code of all agents.
-        reason: why.
-    """
-
-    status: str
-    code: int
-    reason: str
+    status: str  # "succeeded" or "failed".
+    code: int  # The exit code of all agents.
+    reason: str  # Why.
 
 
 @dataclass(frozen=True)
 class Leaves(Event):
-    """This node leaves the run, and ends its workers.
+    """This node leaves the run, and ends its workers."""
 
-    Attributes:
-        reason: why.
-    """
-
-    reason: str
+    reason: str  # Why.
 
 
 @dataclass(frozen=True)
 class AgentStopped(Event):
-    """The agent ends. The last event of its life, unless it is killed.
+    """The agent ends. The last event of its life, unless it is killed."""
 
-    Attributes:
-        code: its exit code.
-    """
-
-    code: int
+    code: int  # Its exit code.
 
 
 @dataclass(frozen=True)
 class Record:
-    """An event with its node and times.
+    """An event with its node and times."""
 
-    Attributes:
-        event: what happened.
-        node: the node whose agent has written it.
-        at: seconds of its machine's monotonic clock.
-        time: seconds since 1970, by its machine's wall clock.
-    """
-
-    event: Event
-    node: str
-    at: float
-    time: float
+    event: Event  # What happened.
+    node: str  # The node whose agent has written it.
+    at: float  # Seconds of its machine's monotonic clock.
+    time: float  # Seconds since 1970, by its machine's wall clock.
 
 
 def kind_of(event: Event) -> str:

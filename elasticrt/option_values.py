@@ -27,27 +27,18 @@ _UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Option:
-    """How one option is given and shown.
+    """How one option is given and shown."""
 
-    Attributes:
-        spelled: its names, and the placeholder of its value if it takes one, such as `--run-id, --rdzv-id ID`. Messages
-            use the first name, which also makes ELASTICRT_<NAME>.
-        initial: its value where nothing is given.
-        text: what it does, for `--help` and docs/commands.md; "" hides the option.
-        parse: text to value.
-        default: the default in words, where `initial` does not say it.
-        section: the heading of `--help` that it is below.
-        also: variables to read besides ELASTICRT_<NAME> and torchrun's.
-        own: whether it belongs to this node alone, so that the line that brings another node does not repeat it.
-    """
-
+    # Its names, and the placeholder of its value if it takes one, such as `--run-id, --rdzv-id ID`. Messages use the
+    # first name, which also makes ELASTICRT_<NAME>.
     spelled: str
-    initial: Any
-    text: str
-    parse: Callable[[str], Any] = str
-    default: str = ""
-    section: str = ""
-    also: tuple[str, ...] = ()
+    initial: Any  # Its value where nothing is given.
+    text: str  # What it does, for `--help` and docs/commands.md; "" hides the option.
+    parse: Callable[[str], Any] = str  # Text to value.
+    default: str = ""  # The default in words, where `initial` does not say it.
+    section: str = ""  # The heading of `--help` that it is below.
+    also: tuple[str, ...] = ()  # Variables to read besides ELASTICRT_<NAME> and torchrun's.
+    # Whether it belongs to this node alone, so that the line that brings another node does not repeat it.
     own: bool = False
 
     @property

@@ -30,13 +30,7 @@ _run_id = partial(check_name, where="--run-id")
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
-    """Which run, and how its etcd is reached: for every command that talks to a run.
-
-    Attributes:
-        meet_at: where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has that
-            address serves an etcd there.
-        serves: whether this agent is that one; None: the address decides.
-    """
+    """Which run, and how its etcd is reached: for every command that talks to a run."""
 
     run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
     etcd: tuple[Address, ...] = _etcd(
@@ -51,20 +45,15 @@ class EtcdOptions:
         "--etcd-user NAME", None, "the name to log in with, together with --etcd-password-file"
     )
     etcd_password_file: str | None = _etcd("--etcd-password-file FILE", None, "a file that holds its password")
+    # Where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has that address
+    # serves an etcd there.
     meet_at: Address | None = None
-    serves: bool | None = None
+    serves: bool | None = None  # Whether this agent is that one; None: the address decides.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(EtcdOptions):
-    """The options of `elasticrt run`. The last fields have no option of their own: torchrun's flags fill them in.
-
-    Attributes:
-        settle_quiet_s, settle_max_s: how long the first members wait for more, in seconds.
-        hidden: streams of workers that the console does not show.
-        prefix: what the console puts before each line of workers; None: as fits their number.
-        notes: sentences to print about the options, such as one without effect.
-    """
+    """The options of `elasticrt run`. The last fields have no option of their own: torchrun's flags fill them in."""
 
     run_id: str | None = _nodes(
         "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
@@ -188,8 +177,9 @@ class RunOptions(EtcdOptions):
         default=f"{ETCD_WAIT_S:g}s, if something listens there",
     )  # fmt: skip
 
+    # `settle_quiet_s`, `settle_max_s`: how long the first members wait for more, in seconds.
     settle_quiet_s: float = 0.5
     settle_max_s: float = 3.0
-    hidden: Streams = NO_STREAMS
-    prefix: str | None = None
-    notes: tuple[str, ...] = ()
+    hidden: Streams = NO_STREAMS  # Streams of workers that the console does not show.
+    prefix: str | None = None  # What the console puts before each line of workers; None: as fits their number.
+    notes: tuple[str, ...] = ()  # Sentences to print about the options, such as one without effect.

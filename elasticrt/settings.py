@@ -12,15 +12,10 @@ from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
 
 @dataclass(frozen=True)
 class Command:
-    """What every worker runs: a script with its arguments, a module with its arguments, or a program of its own.
+    """What every worker runs: a script with its arguments, a module with its arguments, or a program of its own."""
 
-    Attributes:
-        argv: the script's path, the module's name or the program, then its arguments, verbatim.
-        kind: "script", "module" or "program" (then the parent must have been started with `no_python`).
-    """
-
-    argv: tuple[str, ...]
-    kind: str = "script"
+    argv: tuple[str, ...]  # The script's path, the module's name or the program, then its arguments, verbatim.
+    kind: str = "script"  # "script", "module" or "program" (then the parent must have been started with `no_python`).
 
     def of_worker(self, local_rank: int) -> list[str]:
         """The command line of one worker: as under torchrun, `${local_rank}` in an argument becomes its local rank."""
@@ -29,37 +24,24 @@ class Command:
 
 @dataclass(frozen=True)
 class Settings:
-    """What concerns one agent alone. What all agents of a run must agree on is a `RunSpec`.
+    """What concerns one agent alone. What all agents of a run must agree on is a `RunSpec`."""
 
-    Attributes:
-        options: as they were given, with the prefix of lines and the notes that fit them. The other fields are derived
-            from them and from this machine.
-        run_id: the run's name.
-        node: this node's name. If none was given, another one is taken when a live agent has this one already.
-        address: where other nodes reach this machine; None: found from the way to etcd.
-        workers: processes on this node.
-        command: what each of them runs.
-        etcd: endpoints; empty: the embedded server of this machine, found or started by the run id.
-        credentials: how to authenticate there.
-        serve: serve the embedded etcd on this address instead of loopback.
-        run_dir: logs and events; shared by all nodes that see the same directory.
-        shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
-        alone: the warning to print if no other node has come after a while; "" for none.
-        gpus: by local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
-    """
-
+    # As they were given, with the prefix of lines and the notes that fit them. The other fields are derived from them
+    # and from this machine.
     options: RunOptions
-    run_id: str
-    node: str
-    address: str | None
-    workers: int
-    command: Command
-    etcd: tuple[Address, ...]
-    credentials: Credentials
-    serve: Address | None
-    run_dir: Path
+    run_id: str  # The run's name.
+    node: str  # This node's name. If none was given, another one is taken when a live agent has this one already.
+    address: str | None  # Where other nodes reach this machine; None: found from the way to etcd.
+    workers: int  # Processes on this node.
+    command: Command  # What each of them runs.
+    etcd: tuple[Address, ...]  # Endpoints; empty: the embedded server of this machine, found or started by the run id.
+    credentials: Credentials  # How to authenticate there.
+    serve: Address | None  # Serve the embedded etcd on this address instead of loopback.
+    run_dir: Path  # Logs and events; shared by all nodes that see the same directory.
+    # Options that a node needs as well to join, as words of a command line; see `how_to_join`.
     shared_options: tuple[str, ...] = ()
-    alone: str = ""
+    alone: str = ""  # The warning to print if no other node has come after a while; "" for none.
+    # By local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
     gpus: tuple[str, ...] = ()
 
     @property

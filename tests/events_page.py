@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from elasticrt.story.buckets import BUCKETS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "events.md"
 MARKED = re.compile(r"(<!-- (kinds|buckets) -->\n).*?(<!-- end -->)", re.DOTALL)
-ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.+?)(?=^    \w|\Z)", re.MULTILINE | re.DOTALL)
+FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): .+?(?:  # (.+))?$", re.MULTILINE)
+"""A field with its meaning: in the comment behind it, or in those above it."""
+
 JSON = {"int": "integer", "float": "number", "bool": "boolean", "str": "text", "tuple": "list", "dict": "object"}
 
 
@@ -23,14 +26,15 @@ def kinds() -> str:
 
 def section(name: str, kind: type[Any]) -> str:
     """One kind: what it says, and a table of its fields."""
-    parts = [(inspect.getdoc(each) or "").partition("\nAttributes:\n") for each in kind.__mro__[:-1]]
-    said, attributes = parts[0][0], "\n".join(part[2] for part in reversed(parts))  # Its own words override a base's.
+    said = inspect.getdoc(kind) or ""
     lines = [f"### {name}", "", " ".join(said.split()), "", "| field | type | meaning |", "|---|---|---|"]
-    meanings = {found[1]: " ".join(found[2].split()).removesuffix(".") for found in ENTRY.finditer(attributes)}
+    sources = (inspect.getsource(each) for each in kind.__mro__ if is_dataclass(each))
+    meanings = {found[2]: found[3] or found[1] for source in sources for found in FIELD.finditer(source)}
     for field, each in kind.__dataclass_fields__.items():
         first, *others = str(each.type).split(" | ")
         shown = " or ".join([JSON[first.partition("[")[0]], *(other.replace("None", "null") for other in others)])
-        lines.append(f"| `{field}` | {shown} | {meanings[field]} |")
+        meaning = " ".join(meanings[field].replace("    # ", " ").split()).removesuffix(".")
+        lines.append(f"| `{field}` | {shown} | {meaning[0].lower() + meaning[1:]} |")
     return "\n".join([*lines, ""])
 
 

@@ -29,21 +29,13 @@ _listed = partial(listed, most=20)
 
 @dataclass(frozen=True)
 class Epoch:
-    """What became of an epoch's samples.
+    """What became of an epoch's samples."""
 
-    Attributes:
-        epoch: its number.
-        samples: in the data set.
-        trained: different samples that were trained.
-        left_out: samples that the script left out.
-        over: whether the epoch has ended.
-    """
-
-    epoch: int
-    samples: int
-    trained: int
-    left_out: int
-    over: bool
+    epoch: int  # Its number.
+    samples: int  # In the data set.
+    trained: int  # Different samples that were trained.
+    left_out: int  # Samples that the script left out.
+    over: bool  # Whether the epoch has ended.
 
     def __str__(self) -> str:
         if not self.over:
@@ -54,20 +46,13 @@ class Epoch:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What a ledger proves.
+    """What a ledger proves."""
 
-    Attributes:
-        steps: the last step that counts.
-        starts: how many starts are in the ledger, whether they count or not.
-        redone: steps that were begun and do not count.
-        epochs: in order.
-        problems: samples that were lost or repeated, and what is missing in the ledger; empty: exactly once.
-    """
-
-    steps: int
-    starts: int
-    redone: int
-    epochs: tuple[Epoch, ...]
+    steps: int  # The last step that counts.
+    starts: int  # How many starts are in the ledger, whether they count or not.
+    redone: int  # Steps that were begun and do not count.
+    epochs: tuple[Epoch, ...]  # In order.
+    # Samples that were lost or repeated, and what is missing in the ledger; empty: exactly once.
     problems: tuple[str, ...]
 
 

@@ -23,27 +23,16 @@ _PORTS = range(10_000, 30_000)
 
 @dataclass(frozen=True)
 class Slurm:
-    """One agent's place in a SLURM job.
+    """One agent's place in a SLURM job."""
 
-    Attributes:
-        cluster: the cluster's name, "slurm" where it has none.
-        job: the job's number; of an array's element the element's own.
-        array: the number of the whole array, None outside of one.
-        step: the number of the step that `srun` has made; None in the batch script and in a shell.
-        node: SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
-        first: the name of the step's first node.
-        step_nodes: nodes of the step; 1 outside of a step.
-        job_nodes: nodes of the job.
-    """
-
-    cluster: str
-    job: int
-    array: int | None
-    step: int | None
-    node: str
-    first: str
-    step_nodes: int
-    job_nodes: int
+    cluster: str  # The cluster's name, "slurm" where it has none.
+    job: int  # The job's number; of an array's element the element's own.
+    array: int | None  # The number of the whole array, None outside of one.
+    step: int | None  # The number of the step that `srun` has made; None in the batch script and in a shell.
+    node: str  # SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
+    first: str  # The name of the step's first node.
+    step_nodes: int  # Nodes of the step; 1 outside of a step.
+    job_nodes: int  # Nodes of the job.
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Slurm | None:

@@ -34,20 +34,13 @@ _FAULT = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        text: the words it was written in.
-        what: "kill node", "drain node", "kill worker" or "add node".
-        number: of the node, or the worker's global rank; 0 for "add node".
-        step: it is due once the training has finished this global step; None when it waits for a time.
-        after_s: it is due so many seconds after the start of the simulation; None when it waits for a step.
-    """
-
-    text: str
-    what: str
-    number: int = 0
-    step: int | None = None
+    text: str  # The words it was written in.
+    what: str  # "kill node", "drain node", "kill worker" or "add node".
+    number: int = 0  # Of the node, or the worker's global rank; 0 for "add node".
+    step: int | None = None  # It is due once the training has finished this global step; None when it waits for a time.
+    # It is due so many seconds after the start of the simulation; None when it waits for a step.
     after_s: float | None = None
 
     def is_due(self, step: int, elapsed_s: float) -> bool:

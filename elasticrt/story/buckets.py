@@ -71,16 +71,12 @@ _PIECE = 64
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of time.
+    """A piece of time."""
 
-    Attributes:
-        begin, end: seconds.
-        bucket: how it was spent.
-    """
-
+    # `begin`, `end`: seconds.
     begin: float
     end: float
-    bucket: str
+    bucket: str  # How it was spent.
 
 
 @dataclass(frozen=True)
@@ -100,45 +96,33 @@ class _Mark:
 
 @dataclass
 class Standstill:
-    """A time in which no step was made.
+    """A time in which no step was made."""
 
-    Attributes:
-        since, until: seconds; infinity: it goes on, or its generation has ended in it.
-        culprit: the newest finding about whom the others wait for; None: there is none.
-    """
-
+    # `since`, `until`: seconds; infinity: it goes on, or its generation has ended in it.
     since: float
     until: float = math.inf
-    culprit: events.Culprit | None = None
+    culprit: events.Culprit | None = None  # The newest finding about whom the others wait for; None: there is none.
 
 
 @dataclass
 class Course:
-    """How a generation went, as the events of all its nodes tell. Times are in seconds.
+    """How a generation went, as the events of all its nodes tell. Times are in seconds."""
 
-    Attributes:
-        step, step_at: the last step, and when it was done; 0 before.
-        over_at: when the next generation began.
-        left_at: when the last of its agents had ended, if none has gone on; whoever came later has waited for others.
-        redone_until: until when its steps had been done before; minus infinity: none had.
-        redone_to: the last of those steps.
-        saved: whether a checkpoint was committed in it.
-        waits: whether it makes no step, because there are too few nodes.
-        stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
-        paces: the steps of the last `PACE_S` that events tell of, and when they were made, since they stood still.
-        hung: the first word, and when it came, that it ends because its steps stand still; None: it does not.
-    """
-
+    # `step`, `step_at`: the last step, and when it was done; 0 before.
     step: int = 0
     step_at: float = 0.0
-    over_at: float = math.inf
+    over_at: float = math.inf  # When the next generation began.
+    # When the last of its agents had ended, if none has gone on; whoever came later has waited for others.
     left_at: float = math.inf
-    redone_until: float = -math.inf
-    redone_to: int = 0
-    saved: bool = False
-    waits: bool = False
+    redone_until: float = -math.inf  # Until when its steps had been done before; minus infinity: none had.
+    redone_to: int = 0  # The last of those steps.
+    saved: bool = False  # Whether a checkpoint was committed in it.
+    waits: bool = False  # Whether it makes no step, because there are too few nodes.
+    # The times in which its steps stood still, the newest ones; the last one may have no end yet.
     stands: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+    # The steps of the last `PACE_S` that events tell of, and when they were made, since they stood still.
     paces: deque[tuple[int, float]] = field(default_factory=deque)
+    # The first word, and when it came, that it ends because its steps stand still; None: it does not.
     hung: tuple[float, events.Stalled] | None = None
 
     def over(self, at: float) -> None:

@@ -99,60 +99,30 @@ class Clocks:
 
 @dataclass
 class Life:
-    """The life of one agent, from its start to its end.
+    """The life of one agent, from its start to its end."""
 
-    Attributes:
-        node: its node.
-        pid: its process id.
-        begin: when it started; `started_at`: the same by its machine's monotonic clock.
-        last: the time of its last event.
-        code: its exit code; None while it runs, and after it was killed.
-        gone_at: when the leader has taken its node out, if it has written nothing since; its last event, where no node
-            was left to notice.
-        spans: how its time was spent.
-        tells: whether its workers train, so that it writes their progress.
-        leaves: whether its agent has said that it leaves the run.
-        loss: that it was taken out, as a failure.
-        away_since: since when etcd has not answered it; None while it does.
-    """
-
-    node: str
-    pid: int
-    begin: float
+    node: str  # Its node.
+    pid: int  # Its process id.
+    begin: float  # When it started; `started_at`: the same by its machine's monotonic clock.
     started_at: float
-    last: float
-    spans: LifeSpans
-    code: int | None = None
+    last: float  # The time of its last event.
+    spans: LifeSpans  # How its time was spent.
+    code: int | None = None  # Its exit code; None while it runs, and after it was killed.
+    # When the leader has taken its node out, if it has written nothing since; its last event, where no node was left to
+    # notice.
     gone_at: float | None = None
-    tells: bool = False
-    leaves: bool = False
-    loss: Trouble | None = None
-    away_since: float | None = None
+    tells: bool = False  # Whether its workers train, so that it writes their progress.
+    leaves: bool = False  # Whether its agent has said that it leaves the run.
+    loss: Trouble | None = None  # That it was taken out, as a failure.
+    away_since: float | None = None  # Since when etcd has not answered it; None while it does.
 
 
 @dataclass
 class Chapter:
-    """One generation.
+    """One generation."""
 
-    Attributes:
-        number, cause, kind, world_size, nodes, in_place, restarts, waits: as the leader has published it; the cause
-            also names nodes that join on this occasion.
-        needed: the fewest nodes that train, when it was published.
-        begin: when its first node began it.
-        end: when the next one began; None for the newest.
-        step_before: the last step before it that an event of any node tells of.
-        reached: the highest step in it that one tells of; 0: none.
-        follows: the nodes of the generation before; None if there are no events of that.
-        resume_step: the step that it goes on from; `passed_over`: the later one of a checkpoint that could not be used.
-        reported: when each node reported its first step, by node.
-        stepped_at: the earliest of these; None before.
-        first_step: the number of that step; None before, and for a script without a Loop.
-        pause_s: the longest pause of a node; None if no node has made a step before it and in it.
-        redone: steps that were finished before it, and are done again; None: it is not known which were.
-        phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
-            A wait for nodes, which events count as "agree", is one of its own, with the name of the bucket.
-    """
-
+    # `number`, `cause`, `kind`, `world_size`, `nodes`, `in_place`, `restarts`, `waits`: as the leader has published it;
+    # the cause also names nodes that join on this occasion.
     number: int
     cause: str
     kind: str
@@ -160,20 +130,24 @@ class Chapter:
     nodes: tuple[str, ...]
     in_place: bool
     restarts: int
-    begin: float
+    begin: float  # When its first node began it.
+    # The step that it goes on from; `passed_over`: the later one of a checkpoint that could not be used.
     resume_step: int
-    step_before: int
-    follows: tuple[str, ...] | None
+    step_before: int  # The last step before it that an event of any node tells of.
+    follows: tuple[str, ...] | None  # The nodes of the generation before; None if there are no events of that.
     waits: bool = False
-    needed: int = 1
-    reached: int = 0
-    end: float | None = None
-    reported: dict[str, float] = field(default_factory=dict)
-    stepped_at: float | None = None
-    first_step: int | None = None
+    needed: int = 1  # The fewest nodes that train, when it was published.
+    reached: int = 0  # The highest step in it that an event of any node tells of; 0: none.
+    end: float | None = None  # When the next one began; None for the newest.
+    reported: dict[str, float] = field(default_factory=dict)  # When each node reported its first step, by node.
+    stepped_at: float | None = None  # The earliest of these; None before.
+    first_step: int | None = None  # The number of that step; None before, and for a script without a Loop.
     passed_over: int = 0
-    pause_s: float | None = None
+    pause_s: float | None = None  # The longest pause of a node; None if no node has made a step before it and in it.
+    # Steps that were finished before it, and are done again; None: it is not known which were.
     redone: int | None = None
+    # Seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause. A wait for
+    # nodes, which events count as "agree", is one of its own, with the name of the bucket.
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -189,36 +163,22 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A failure.
+    """A failure."""
 
-    Attributes:
-        at: when.
-        node: where; "": that is not known.
-        what: a description.
-        generation: in which.
-        hang: whether steps stood still: of that all nodes tell.
-    """
-
-    at: float
-    node: str
-    what: str
-    generation: int
-    hang: bool = False
+    at: float  # When.
+    node: str  # Where; "": that is not known.
+    what: str  # A description.
+    generation: int  # In which.
+    hang: bool = False  # Whether steps stood still: of that all nodes tell.
 
 
 @dataclass(frozen=True)
 class Stand:
-    """No step is made, and it is known for whom the others wait.
+    """No step is made, and it is known for whom the others wait."""
 
-    Attributes:
-        since: when the last step was made.
-        culprit: the newest finding.
-        counts: whether its step counts over the whole run, and not what the present processes have made.
-    """
-
-    since: float
-    culprit: events.Culprit
-    counts: bool = True
+    since: float  # When the last step was made.
+    culprit: events.Culprit  # The newest finding.
+    counts: bool = True  # Whether its step counts over the whole run, and not what the present processes have made.
 
     def told(self, now: float) -> str:
         """The sentence about it, as of `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
@@ -227,59 +187,40 @@ class Stand:
 
 
 class Story:
-    """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`.
-
-    Attributes:
-        clocks: convert the times of events.
-        run_id, run_dir: from the first agent that started, `etcd` from the newest; "" before.
-        min_nodes, max_nodes: the limits of the run.
-        lives: of all agents, in the order of their starts.
-        chapters: the generations, in order.
-        workers: by node, the newest generation that has workers there, and their pids by rank.
-        step, newest: the highest step, and the latest one (lower while steps are done again).
-        first_step_at, last_step_at: when the first and the latest step were reported.
-        epoch, scalars: of the latest step.
-        points: steps with their scalars, and when they were reported; thinned out.
-        checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
-        checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
-        samples: trained on so far; 0 if not known.
-        work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
-        troubles: the failures, in order.
-        slows: what was found about slow nodes, and when, the newest ones; `missed`: the same of checkpoints that could
-            not be saved.
-        outages: from when until when etcd did not answer a node.
-        breaks: from when until when no agent ran, between two generations, and how those of the first had ended.
-        result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
-        begin, last: the times of the first and the last event; 0 before there is one.
-    """
+    """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`."""
 
     def __init__(self) -> None:
         self.clocks = Clocks()
-        self.run_id = self.etcd = self.run_dir = ""
-        self.min_nodes = self.max_nodes = 1
-        self.lives: list[Life] = []
-        self.chapters: list[Chapter] = []
+        # The first two are from the first agent that started, `etcd` is from the newest; "" before.
+        self.run_id = self.run_dir = self.etcd = ""
+        self.min_nodes = self.max_nodes = 1  # The limits of the run.
+        self.lives: list[Life] = []  # Of all agents, in the order of their starts.
+        self.chapters: list[Chapter] = []  # The generations, in order.
+        # By node: the newest generation that has workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
-        self.step = self.newest = self.epoch = 0
-        self.first_step_at: float | None = None
-        self.last_step_at = 0.0
+        self.step = self.newest = 0  # The highest step, and the latest one (lower while steps are done again).
+        self.first_step_at: float | None = None  # When the first step was reported.
+        self.last_step_at = 0.0  # When the latest one was.
+        self.epoch = 0  # That of the latest step, and its scalars.
         self.scalars: Mapping[str, float] = {}
-        self.points: Series[tuple[float, events.Step]] = Series(POINTS_MAX)
-        self.checkpoint = self.checkpoints = 0
-        self.checkpoint_at: float | None = None
-        self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
-        self.samples = 0
+        self.points: Series[tuple[float, events.Step]] = Series(POINTS_MAX)  # Steps, and when they were reported.
+        self.checkpoint = self.checkpoints = 0  # The step of the newest one, 0 for none; how many there are.
+        self.checkpoint_at: float | None = None  # When the newest one was committed.
+        self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)  # Checkpoints, and when each was.
+        self.samples = 0  # Trained on so far; 0 if not known.
+        # By rank: when seconds of its own work in a step were reported, and these.
         self.work: dict[int, Series[tuple[float, float]]] = {}
-        self.troubles: list[Trouble] = []
+        self.troubles: list[Trouble] = []  # The failures, in order.
+        # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
-        self.outages: list[tuple[float, float]] = []
+        self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
+        # From when until when no agent ran, between two generations, and how those of the first had ended.
         self.breaks: list[tuple[float, float, str]] = []
-        self.result: events.Result | None = None
-        self.ended_at = math.inf
-        self.text = ""
-        self.begin = 0.0
-        self.last = 0.0
+        self.result: events.Result | None = None  # How the run ended.
+        self.ended_at = math.inf  # When the last node said so.
+        self.text = ""  # The report of a run that failed.
+        self.begin = self.last = 0.0  # The times of the first and the last event; 0 before there is one.
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.

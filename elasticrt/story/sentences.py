@@ -160,17 +160,11 @@ def ending(result: events.Result) -> str:
 
 
 class Happened(NamedTuple):
-    """Something that has happened.
+    """Something that has happened."""
 
-    Attributes:
-        at: when.
-        kind: "good", "bad", or "" for neither.
-        text: a sentence.
-    """
-
-    at: float
-    kind: str
-    text: str
+    at: float  # When.
+    kind: str  # "good", "bad", or "" for neither.
+    text: str  # A sentence.
 
 
 def happened(story: Story, now: float | None = None) -> list[Happened]:
