@@ -319,7 +319,8 @@ class LifeSpans:
         They wait as well until they have agreed on the one that follows the failure of this node's worker.
         """
         if self._mode == "ready" and (until is None or until.number == self._newest + 1):
-            self._to(min(end, self._newest_course.over_at), AGREE)
+            stands_by = until is None or isinstance(until, events.StandsBy)
+            self._to(min(end, self._newest_course.over_at) if stands_by else end, AGREE)
         course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
         waits = not self._courses if course is None else course.waits or self.begin > course.left_at
         starts = until is not None and until.kind == "start"

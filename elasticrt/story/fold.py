@@ -114,6 +114,7 @@ class Life:
     tells: bool = False  # Whether its workers train, so that it writes their progress.
     leaves: bool = False  # Whether its agent has said that it leaves the run.
     loss: Trouble | None = None  # That it was taken out, as a failure.
+    result_at: float = math.inf  # When it has told the run's result.
     away_since: float | None = None  # Since when etcd has not answered it; None while it does.
 
 
@@ -413,7 +414,7 @@ class Story:
             case events.Failure():
                 self.text = event.text
             case events.Result():
-                self.result, self.ended_at = event, at
+                self.result, self.ended_at, life.result_at = event, at, at
             case events.Leaves() | events.AgentStopped():
                 self._leaves(life, event)
         short = isinstance(event, events.Recovery) and self._was_short(event.generation)
@@ -741,12 +742,11 @@ class Story:
 
     def _spent(self, now: float | None) -> list[tuple[str, list[Span]]]:
         """The same of each life with its node, until the run's result."""
-        end = self.ended_at
-        spent = ((life.node, self.spans_of(life, now)) for life in self.lives)
-        return [
-            (node, [replace(each, end=min(each.end, end)) for each in spans if each.begin < end])
-            for node, spans in spent
-        ]
+        found = []
+        for life in self.lives:
+            end, spans = min(self.ended_at, life.result_at), self.spans_of(life, now)
+            found.append((life.node, [replace(span, end=min(span.end, end)) for span in spans if span.begin < end]))
+        return found
 
     def spans(self, now: float | None = None) -> list[Span]:
         """The same of the whole run: each moment is shared by the nodes that have a seat then."""

@@ -236,11 +236,12 @@ def test_pauses_at_different_times_are_no_less_of_the_run():
 def test_the_agent_and_the_report_say_the_same_goodput():
     """The time of a run and of each node ends with the result; that an agent then takes its leave is no part of it."""
     result = events.Result("succeeded", 0, "")
-    ends = [*THREE_STEPS, (14.0, "a", result), (14.0, "b", result)]
+    ends = [*THREE_STEPS, (14.0, "a", result), (14.25, "b", result)]
     later = [*ends, (14.5, "a", events.AgentStopped(0)), (15.0, "b", events.AgentStopped(0))]
     assert worth(story(ends)) == worth(story(later))
-    column, own = columns(story(later))["a"], story([each for each in later if each[1] == "a"])
-    assert own.goodput() == pytest.approx(column["train"] / sum(column.values()))
+    for node in "ab":
+        column, own = columns(story(later))[node], story([each for each in later if each[1] == node])
+        assert own.goodput() == pytest.approx(column["train"] / sum(column.values()))
 
 
 def test_sums_reach_the_present_while_the_run_goes_on():

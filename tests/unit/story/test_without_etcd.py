@@ -64,7 +64,10 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
 def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
     """Nobody trains without it while nothing can be agreed, so it does not stand by; afterwards it may."""
     ready = [*AWAY, (8.0, "b", events.WorkerEnded(1, 1, 12, -9, DEATH)), (9.0, "b", events.Ready(0))]
-    lasts, agreed = story(ready), story([*ready, *((12.0, each, begun(2, "ab", "failure")) for each in "ab")])
+    lasts, agreed = (
+        story(ready),
+        story([*ready, (11.9, "a", begun(2, "ab", "failure")), (12.0, "b", begun(2, "ab", "failure"))]),
+    )
     for told in (lasts, agreed):
         spent = totals(told.spans_by_node(12.0)["b"])
         assert (spent["agree"], spent.get("standby", 0.0)) == (3.0, 0.0)
