@@ -18,7 +18,8 @@ _OWN_STEPS = 0xFFFFFFF0
 """SLURM numbers its own steps downwards from 2^32: the batch script, an interactive shell, `extern`."""
 
 _PORTS = range(10_000, 30_000)
-"""Below the ports that Linux gives to clients. Jobs on one node seldom get the same; the second then reports it."""
+"""Where a job's first node serves an etcd if it has to: below the ports that Linux gives to clients. Jobs on one node
+seldom get the same; the second then reports it."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,6 @@ class Slurm:
             job_nodes=_whole(env, "SLURM_JOB_NUM_NODES", 1),
         )
 
-    @property
-    def port(self) -> int:
-        """Where the job's first node serves an etcd if it has to: the same for all agents of a job."""
-        return _PORTS[self.job % len(_PORTS)]
-
     def run_id(self, max_nodes: int) -> str | None:
         """The run that this agent belongs to; None where SLURM does not know, or where `max_nodes` is 1.
 
@@ -83,7 +79,7 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
         return options
     first = slurm.step_nodes > 1 and bool(slurm.first)
     if first and options.insecure_etcd:
-        return replace(options, meet_at=meeting_place(f"{slurm.first}:{slurm.port}"))
+        return replace(options, meet_at=meeting_place(f"{slurm.first}:{_PORTS[slurm.job % len(_PORTS)]}"))
     raise ConfigError(
         "nodes of a SLURM job that have no etcd to meet in",
         "--etcd",

@@ -59,6 +59,9 @@ ROUNDED_S = 0.001
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
 
+LATE_S = 1.0
+"""A step may be reported so long after it was made."""
+
 PACE_S = 30.0
 """The steps per second of a run that goes on are those of this time, as far as its newest generation has made some."""
 
@@ -114,6 +117,7 @@ class Course:
     over_at: float = math.inf  # When the next generation began.
     # When the last of its agents had ended, if none has gone on; whoever came later has waited for others.
     left_at: float = math.inf
+    failed_at: float = math.inf  # When a worker failed, after which it has made no step.
     redone_until: float = -math.inf  # Until when its steps had been done before; minus infinity: none had.
     redone_to: int = 0  # The last of those steps.
     saved: bool = False  # Whether a checkpoint was committed in it.
@@ -140,6 +144,8 @@ class Course:
             share = (self.redone_to - self.step) / (step - self.step) if self.step else 1.0
             self.redone_until = before_at + share * (at - before_at)
         self.goes_on(at)
+        if at > self.failed_at + LATE_S:
+            self.failed_at = math.inf
         self.step, self.step_at = step, at
         self.paces.append((step, at))
         while at - self.paces[0][1] > PACE_S and len(self.paces) > 2:
@@ -257,7 +263,8 @@ class LifeSpans:
 
     def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
         """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
-        known = self._copied()
+        known = copy(self)
+        known._spans = list(self._spans)
         if lost and self._turn_at is None:
             known._left_out(end, self._course.step_at or end)
         known._finish(end)
@@ -265,7 +272,8 @@ class LifeSpans:
 
     def known_at(self, now: float) -> dict[str, float]:
         """Seconds by bucket of what is final, and of what is known up to `now`: a wait without a step, a hang."""
-        known = self._copied()
+        known = copy(self)
+        known._spans = list(self._spans)
         first_since = self._newest_course.stands_since
         stands_since = self._course.stands_since
         if self._mode in ("waiting", "idle", "ready"):
@@ -278,11 +286,6 @@ class LifeSpans:
             if not self._pauses:
                 known._to(now, DETECT)
         return totals(known._spans)
-
-    def _copied(self) -> LifeSpans:
-        known = copy(self)
-        known._spans = list(self._spans)
-        return known
 
     @property
     def _newest_course(self) -> Course:
@@ -409,7 +412,7 @@ class LifeSpans:
                 self._set_up_to(end)
             case _:
                 known = [at for at in (self._failed_at, self._turn_at) if at is not None]
-                last = min([*known, end])
+                last = min([*known, self._course.failed_at, end])
                 self._marks += tuple(mark.later(last) for mark in self._pauses if mark.at < last)
                 self._train_to(last)
                 self._to(end if self._turn_at is None else min(self._turn_at, end), AGREE)

@@ -21,6 +21,7 @@ from elasticrt.ipc.collateral_errors import NOT_LET_GO
 from elasticrt.ipc.wording import was_slow
 from elasticrt.story.buckets import (
     AGREE,
+    LATE_S,
     STANDS_KEPT,
     TRAIN,
     WAITING,
@@ -44,9 +45,6 @@ SILENT_S, SILENT_SHARE = 60.0, 0.01
 
 WORD_S, WORD_SHARE = 12.0, 0.002
 """The same while workers train: then agents write every 5 s, and files keep a line in a thousandth of the time."""
-
-LATE_S = 1.0
-"""A step may be reported so long after it was made."""
 
 SILENT = "(no answer"
 """These words are in the evidence against a node that was taken out because it was silent."""
@@ -398,7 +396,7 @@ class Story:
             case events.Progress():
                 self._progressed(event, node, at)
             case events.WorkerEnded() if event.failure and (not event.collateral or NOT_LET_GO in event.failure):
-                self.troubles.append(Trouble(at, node, event.failure, event.generation))
+                self._worker_failed(event, node, at)
             case events.Committed():
                 self._committed(event, at)
             case events.Unsaved():
@@ -612,6 +610,11 @@ class Story:
         course = self._courses.get(generation)
         if course is not None:
             course.stepped(step, at)
+
+    def _worker_failed(self, event: events.WorkerEnded, node: str, at: float) -> None:
+        self.troubles.append(Trouble(at, node, event.failure, event.generation))
+        if event.generation in self._courses:
+            self._courses[event.generation].failed_at = at
 
     def _etcd_away(self, life: Life, event: events.EtcdAway, at: float) -> None:
         """Etcd does not answer, or does again."""

@@ -104,14 +104,10 @@ def worth(story: Story, now: float | None = None) -> str:
 def changes(story: Story) -> str:
     """The number of changes of membership, and their cost."""
     lost = sum(chapter.redone or 0 for chapter in story.chapters)
-    told = {life.node for life in story.lives}
-
-    def steps(chapter: Chapter) -> bool:
-        """Whether it has made a step, or may have. What others replace before that loses none, nor does the end."""
-        over = chapter is not story.chapter or story.succeeded
-        return not (chapter.waits or (over and chapter.first_step is None and told.intersection(chapter.nodes)))
-
-    trained = [chapter for chapter in story.chapters if steps(chapter)]
+    told, last = {life.node for life in story.lives}, None if story.succeeded else story.chapter
+    # A generation that ends before its first step has lost none, as far as its own nodes tell of it.
+    unknown = [each for each in story.chapters if each is last or told.isdisjoint(each.nodes)]
+    trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]
     known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
     if not (story.succeeded or story.alive() or story.elsewhere()) and story.newest > story.checkpoint:

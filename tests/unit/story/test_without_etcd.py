@@ -68,6 +68,7 @@ def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_othe
         story(ready),
         story([*ready, (11.9, "a", begun(2, "ab", "failure")), (12.0, "b", begun(2, "ab", "failure"))]),
     )
+    assert totals(lasts.spans_by_node(12.0)["a"])["agree"] == 4.0, "a has made no step since then"
     for told in (lasts, agreed):
         spent = totals(told.spans_by_node(12.0)["b"])
         assert (spent["agree"], spent.get("standby", 0.0)) == (3.0, 0.0)
