@@ -50,6 +50,7 @@ def brood(tmp_path, until):
     def start(rig, after="time.sleep(300)"):
         (tmp_path / "brood.py").write_text(BROOD + after + "\n")
         rig.start(Command(("brood.py",)), tmp_path)
+        rig.pids()  # Until the parent has told of the worker, its end would leave the brood behind.
         pids = until((tmp_path / "pids").exists, "the worker has started its brood") and (tmp_path / "pids").read_text()
         return [int(pid) for pid in pids.split()]
 
