@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.history import History
-from tests.chaos.test_kill_a_node import EXAMPLE, RECORDER, STEPS_PER_EPOCH, data
+from tests.chaos.test_kill_a_node import BATCH, EXAMPLE, RECORDER, STEPS_PER_EPOCH, data
 from tests.cluster import AgentProcess, Cluster, kill
 
 __all__ = ["data"]  # The fixture: the data set, built once.
@@ -77,6 +77,7 @@ def test_storm(seed: int, tmp_path: Path, data: Path) -> None:
     (tmp_path / "records").mkdir()
     options = ["--nnodes", "1:4", "--join", "now", "--max-restarts", "100"]
     script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(EPOCHS)]
+    script += ["--global-batch-size", str(BATCH)]
     script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "15 steps"]
     told = []
     with Storm(tmp_path, options, script) as storm:
