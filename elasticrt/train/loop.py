@@ -93,7 +93,7 @@ class Loop:
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.
-        self._batch_samples = self._pass = 0
+        self._pass = 0
         self._loader: object = None
         self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._completes = True  # Whether the batch before completed its global batch.
@@ -245,7 +245,7 @@ class Loop:
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._batch_samples = samples_per_batch(loader)
+            self._know_batch_size(samples_per_batch(loader))
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
@@ -255,6 +255,14 @@ class Loop:
         self._pass += 1
         self._loader = loader
         return self._batches(loader, self._pass)
+
+    def _know_batch_size(self, size: int) -> None:
+        """That of the loader, whose sampler does not know it. Ranks compare that of their first loaders."""
+        if not self._pass and self._world.moves:
+            self._state.check_batches(size)
+        elif not self._pass and self._state.settings():
+            self._state.compare(self._world.in_place.worker, batch_size=size)
+        self._state.batch_size = size
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world = self._state, self._world
@@ -514,7 +522,8 @@ class Loop:
         if isinstance(self._state.sampler, ElasticBatchSampler):
             self._state.sampler.advance()
         elif self._state.sampler is not None:
-            self._state.sampler.advance(self._batch_samples * self._world.size)
+            assert self._state.batch_size is not None, "batches() has looked at the loader"
+            self._state.sampler.advance(self._state.batch_size * self._world.size)
         self._state.position = self._state.position.stepped()
         self._undo.open = False
         self._saving.run.total += 1

@@ -48,6 +48,8 @@ class TrainingState:
         # Whether the objects have the state after the last step of `position`. False for a newcomer, and while a step
         # is half done.
         self.whole = True
+        # Samples in a rank's batch, where the sampler does not know: the loader's, at first those of the other ranks.
+        self.batch_size: int | None = None
         self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
         self._shown = shown
 
@@ -59,9 +61,12 @@ class TrainingState:
         """Those of the sampler; empty without one."""
         return {} if self.sampler is None else self.sampler.settings()
 
-    def compare(self, worker: WorkerEnv) -> None:
-        """Refuse a sampler that is not that of most ranks. Collective. Raises CheckpointError, MisfitError."""
-        mine = json.dumps([worker.node, self.settings()]).encode()
+    def compare(self, worker: WorkerEnv, **more: int) -> None:
+        """Refuse a sampler that is not that of most ranks. Collective. Raises CheckpointError, MisfitError.
+
+        `more`: of the loader's settings.
+        """
+        mine = json.dumps([worker.node, {**self.settings(), **more}]).encode()
         everyones = [json.loads(each) for each in collectives.gather_bytes(mine)]
         rank, _ = collectives.rank_and_world()
         validation.check_same_samplers(everyones, rank, has_trained=worker.generation > 1)
@@ -103,10 +108,16 @@ class TrainingState:
             validation.check_same_sampler(self.settings(), ours["settings"])
             self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
-            remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
-            remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
-            what = "this node's script differs from the run's"
-            raise MisfitError(what, "Loop", got=error, remedy=remedy) from error
+            raise _misfit(error) from error
+        self.batch_size = ours["batch_size"]
+
+    def check_batches(self, batch_size: int) -> None:
+        """A newcomer's loader has such batches. Raises MisfitError where those of the others in this epoch are not."""
+        if self.position.batches and self.settings():
+            try:
+                validation.check_same_sampler({"batch_size": batch_size}, {"batch_size": self.batch_size})
+            except CheckpointError as error:
+                raise _misfit(error) from error
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
@@ -137,3 +148,9 @@ class TrainingState:
         self.drop_gradients()
         for owner, gradient in zip(self.parameters() if gradients else [], gradients, strict=True):
             owner.grad = None if gradient is None else gradient.to(owner.device)
+
+
+def _misfit(error: CheckpointError) -> MisfitError:
+    remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
+    remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
+    return MisfitError("this node's script differs from the run's", "Loop", got=error, remedy=remedy)

@@ -212,8 +212,9 @@ class World:
 
     def _to_others(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
-        settings = self._state.settings()
-        return self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total, settings=settings)
+        state, total = self._state, self._saving.run.total
+        settings = {"settings": state.settings(), "batch_size": state.batch_size}
+        return state.collect(alike=state.numbers.alike, total=total, **settings)
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""

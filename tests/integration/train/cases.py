@@ -151,6 +151,20 @@ def other_batches(directory: Path) -> str:
     return "nothing"
 
 
+def other_loaders(directory: Path) -> str:
+    """What each rank raises when the loader of rank 1, whose sampler knows no batches, has another batch size."""
+    data = Numbered(SAMPLES)
+    sampler = elasticrt.ElasticDistributedSampler(data)
+    loader = DataLoader(data, 5 + dist.get_rank() % 2, sampler=sampler)
+    loop = elasticrt.Loop(directory / "ckpt-other-loaders", sampler=sampler, model=nn.Linear(1, 1))
+    try:
+        for _ in loop.epochs(1):
+            next(loop.batches(loader))
+    except elasticrt.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
 def first_fails(directory: Path) -> str:
     """What the ranks raise when the one that goes first does."""
     del directory

@@ -73,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     directory = tmp_path_factory.mktemp("small")
     (directory / "damaged").mkdir()
     (directory / "damaged" / f"{DAMAGED}.json").write_text("not json")
-    names = ("first_and_sum", "first_fails", "damaged", "waits", "other_batches")
+    names = ("first_and_sum", "first_fails", "damaged", "waits", "other_batches", "other_loaders")
     return dict(zip(names, run(directory, *((3, name, {}) for name in names)), strict=True))
 
 
@@ -105,6 +105,8 @@ def test_batch_sizes_that_differ(small):
     """Ranks that start with unlike batches would count the samples differently: all end, and name both values."""
     words = "got global_batch_size=6 on rank 1; expected global_batch_size=5, as on other ranks"
     assert [words in text for text in small["other_batches"]] == [True, True, True]
+    words = "got batch_size=6 on rank 1; expected batch_size=5, as on other ranks"
+    assert [words in text for text in small["other_loaders"]] == [True, True, True]
 
 
 def test_waiting_is_not_silent_and_not_a_collective(small):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from elasticrt.data.position import Position
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import CheckpointError, MisfitError
 from elasticrt.train.training_state import TrainingState
@@ -23,7 +24,7 @@ def state(width: int = 2, samples: int | None = 10, cut: dict[str, Any] | None =
 
 def taken_from(other: TrainingState) -> dict[str, Any]:
     """What `other` sends to a newcomer."""
-    return other.collect(alike=[], total=0, settings=other.settings())
+    return other.collect(alike=[], total=0, settings=other.settings(), batch_size=other.batch_size)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,21 @@ def test_a_sampler_that_cuts_otherwise_fits_a_checkpoint_only(cut: dict[str, Any
         state(cut=cut).take_over(taken)
     state(cut=cut).restore(taken)
     state(cut={"micro_batch_size": 1}).take_over(taken)
+
+
+def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
+    """In the middle of an epoch another size would move samples; in the next one all ranks may have another."""
+
+    def newcomer(trained: int) -> TrainingState:
+        made = [TrainingState({}, ElasticDistributedSampler(range(9)), None, None, "ckpt") for _ in range(2)]
+        made[0].batch_size, made[0].position = 4, Position(steps=3, epoch=1, batches=trained)
+        made[1].take_over(taken_from(made[0]))
+        return made[1]
+
+    newcomer(2).check_batches(4)
+    newcomer(0).check_batches(8)
+    with pytest.raises(MisfitError, match=r"differs from the run's .*got batch_size=8 here; expected batch_size=4"):
+        newcomer(2).check_batches(8)
 
 
 FIFTY, FORTY = ElasticBatchSampler(range(99), 50).settings(), ElasticBatchSampler(range(99), 40).settings()
