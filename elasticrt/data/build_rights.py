@@ -6,6 +6,7 @@ fenced by the generation. Both have the same methods.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from elasticrt.data import prepared_dir
 from elasticrt.distributed import agent_client
+from elasticrt.distributed.user_notice import say
 from elasticrt.errors import PreparationError
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.messages import Built, Claim, Reply
@@ -25,6 +27,9 @@ from elasticrt.ipc.messages import Built, Claim, Reply
 _ANSWER_S = 60.0
 _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
+
+UNSURE_S = 1200.0
+"""How long etcd may be away or full: longer than an agent lives without it."""
 
 _ERROR_CHARS = 1000
 _threads: dict[str, threading.Lock] = {}
@@ -60,8 +65,8 @@ class LockRight:
         """Take the right if it is free. Raises OSError."""
         if not self._thread.acquire(blocking=False):
             return False
-        held = False
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.release)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,11 +75,8 @@ class LockRight:
                 return False
             os.ftruncate(self._fd, 0)
             os.write(self._fd, f"process {os.getpid()}".encode())
-            held = True
-        finally:
-            if not held:
-                self.release()
-        return held
+            stack.pop_all()
+        return True
 
     def sweep(self) -> None:
         """Before building: remove what dead builders left."""
@@ -120,7 +122,7 @@ class ClaimRight:
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
         self.holder = "another process of this node"
-        self._done_at = 0.0
+        self._refusal, self._since = "", 0.0  # The last answer's, and since when it is so.
         self.workshop = f"shared-{self._generation}"
 
     def ask(self) -> bool:
@@ -128,17 +130,15 @@ class ClaimRight:
         if not self._claims:
             return False
         reply = self._claim()
-        if reply.ok:
-            return True
-        # After "unsure" the claim may stand: it is asked for again.
-        self.holder = reply.reason
+        if reply.refusal == "wait":
+            self.holder = reply.reason
         if reply.refusal == "failed" and not prepared_dir.fits(self._target, self._version):
-            raise PreparationError(self.holder or "the build failed elsewhere")
-        if reply.refusal == "done":
-            self._check_visible()
-        elif reply.refusal not in ("wait", "failed", "unsure"):
-            raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
-        return False
+            raise PreparationError(reply.reason or "the build failed elsewhere")
+        if reply.refusal == "done" and time.monotonic() - self._since > _VISIBLE_S:
+            got, expected = f"nothing that fits its record for {_VISIBLE_S:.0f} s", "storage that all nodes share"
+            what, remedy = "prepared, but not there", 'Use scope="node", or another version'
+            raise PreparationError(what, str(self._target), got=got, expected=expected, remedy=remedy)
+        return reply.ok
 
     def sweep(self) -> None:
         """Only of earlier generations: a builder of this one may be paused, and live."""
@@ -152,10 +152,7 @@ class ClaimRight:
         self._request(lambda number: Built(number, self._name, self._version, error[:_ERROR_CHARS]))
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
-        """Put the result in place and record it, if the claim still stands. False when it was lost.
-
-        Asks until the answer is known: an agent that has lost etcd for good ends, and this process with it.
-        """
+        """Put the result in place and record it, if the claim still stands. False when it was lost."""
         while (reply := self._claim()).refusal == "unsure":
             time.sleep(self.poll_s)
         if not reply.ok:
@@ -167,7 +164,16 @@ class ClaimRight:
         """A claim ends by what was said of it, or with its builder's lease."""
 
     def _claim(self) -> Reply:
-        return self._request(lambda number: Claim(number, self._name, self._version))
+        """Ask for the claim. After "unsure" it may stand, and is asked for again. Raises PreparationError."""
+        reply = self._request(lambda number: Claim(number, self._name, self._version))
+        if reply.refusal != self._refusal:
+            self._refusal, self._since = reply.refusal, time.monotonic()
+            if reply.refusal == "unsure":
+                say(f"{self._target} waits for etcd: {reply.reason}")
+        waits = reply.refusal in ("wait", "done", "failed", "unsure")
+        if not (reply.ok or waits) or (reply.refusal == "unsure" and time.monotonic() - self._since > UNSURE_S):
+            raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
+        return reply
 
     def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make, _ANSWER_S)
@@ -175,11 +181,3 @@ class ClaimRight:
             got = f"nothing in {_ANSWER_S:.0f} s"
             raise PreparationError("no answer from the agent", str(self._target), got=got)
         return reply
-
-    def _check_visible(self) -> None:
-        self._done_at = self._done_at or time.monotonic()
-        if time.monotonic() - self._done_at > _VISIBLE_S:
-            got, expected = f"nothing that fits its record for {_VISIBLE_S:.0f} s", "storage that all nodes share"
-            remedy = 'Use scope="node", or another version'
-            where = str(self._target)
-            raise PreparationError("prepared, but not there", where, got=got, expected=expected, remedy=remedy)

@@ -8,7 +8,7 @@ from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import StoreFull, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
 
 
@@ -26,6 +26,8 @@ class LossyStore(MemoryStore):
             super().commit(late)
         self.belated = []
         how = self.script.pop(0) if self.script else "heard"
+        if how == "full":
+            raise StoreFull("etcd is full")
         if how == "late":
             self.belated.append(txn)
         if how in ("heard", "unheard"):
@@ -72,6 +74,13 @@ def test_a_commit_that_took_effect_between_reading_and_trying_again_is_found() -
 def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
     """More lost answers than anybody would count: a worker that was told "refused" could never commit again."""
     assert _save(["never"] * 40) == (Reply(1, True), 1)
+
+
+def test_a_full_store_makes_a_preparation_wait_and_a_save_fail() -> None:
+    """E07: no data can be prepared without the claim, while training goes on without a save, which is repeated."""
+    assert _save(["full"]) == (Reply(1, False, "etcd is full"), 0)
+    errands = StoreRequests(LossyStore(MemoryServer(lambda: 0.0), ["full"]), Keys("run"), lambda _: None)
+    assert [_claim(errands, "b", 0) for _ in range(2)] == ["unsure: etcd is full", "yes"]
 
 
 def _claim(errands: StoreRequests, life: str, lease: int) -> str:

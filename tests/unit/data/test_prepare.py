@@ -373,6 +373,18 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     assert build.calls == 1
 
 
+def test_a_claim_that_nobody_can_record_ends_with_the_reason(tmp_path, monkeypatch, capsys):
+    """E07: an etcd without space is waited for, as one that is away, and the line says so; then a remedy is named."""
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
+    monkeypatch.setattr("elasticrt.data.build_rights.UNSURE_S", 0.1)
+    agent = Agent(answer=lambda message: Reply(message.request, ok=False, reason="etcd is full", refusal="unsure"))
+    build = Builder()
+    with under(agent, monkeypatch), pytest.raises(PreparationError, match=r"the agent refuses .*got etcd is full"):
+        prepare(tmp_path / "data", build, scope="shared")
+    assert capsys.readouterr().err == f"elasticrt: {tmp_path / 'data'} waits for etcd: etcd is full\n"
+    assert build.calls == 0
+
+
 def test_shared_build_by_another_node(tmp_path, monkeypatch):
     """While told to wait, and when told it is done, nothing is built here."""
     monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
