@@ -42,6 +42,7 @@ _written: list[str] = []
 """This rank's keys that another rank may still read. They are deleted when all ranks have passed a later barrier."""
 
 _in_turns = 0
+"""In how many blocks of `local_first` or `global_first` this process is: ranks must not wait for each other there."""
 
 
 def begin_anew() -> None:
@@ -49,17 +50,6 @@ def begin_anew() -> None:
     global _numbers  # noqa: PLW0603  As below.
     _numbers = itertools.count()
     _written.clear()
-
-
-@contextlib.contextmanager
-def _one_after_the_other() -> Iterator[None]:
-    """A block in which ranks are not in the same place at the same time, so that they must not wait for each other."""
-    global _in_turns  # noqa: PLW0603  The whole process is in such a block.
-    _in_turns += 1
-    try:
-        yield
-    finally:
-        _in_turns -= 1
 
 
 def together() -> bool:
@@ -180,22 +170,21 @@ def _first(leader: int, name: str) -> Iterator[bool]:
     if alone():
         yield True
         return
+    global _in_turns  # noqa: PLW0603  The whole process is in such a block.
     rank, _ = rank_and_world()
     turns = Barrier(name)
-    if rank != leader:
-        error = turns.wait_for(leader)
-        if error:
-            raise RuntimeError(explain("who went first failed", name, got=error))
-        with _one_after_the_other():
-            yield False
-        return
+    if rank != leader and (failed := turns.wait_for(leader)):
+        raise RuntimeError(explain("who went first failed", name, got=failed))
+    _in_turns += 1
     try:
-        with _one_after_the_other():
-            yield True
+        yield rank == leader
     except BaseException as error:
-        text = f"rank {rank}: {type(error).__name__}: {error}"
         # Without a store the others cannot be told, but the error that the user must see is this one.
         with contextlib.suppress(RuntimeError):
-            turns.through(text)
+            if rank == leader:
+                turns.through(f"rank {rank}: {type(error).__name__}: {error}")
         raise
-    turns.through()
+    finally:
+        _in_turns -= 1
+    if rank == leader:
+        turns.through()
