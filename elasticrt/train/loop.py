@@ -368,7 +368,7 @@ class Loop:
         Raises TypeError for anything else, ConfigError outside of `epochs`.
         """
         validation.check_stage(self._stage, "report")
-        self._reporter.scalars.keep(scalars)
+        self._reporter.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
         """Have `call(Change)` called when the first epoch begins, and whenever the membership has changed.

@@ -12,7 +12,6 @@ from elasticrt.distributed import agent_client
 from elasticrt.distributed.wrapping import ddp_layers
 from elasticrt.errors import explain
 from elasticrt.ipc.messages import Step
-from elasticrt.ipc.status_page import StatusPage
 
 _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
@@ -26,20 +25,35 @@ _SAMPLE_MAX = 100
 _WARM_UP = 4
 
 
-class Scalars:
-    """The user's numbers of the present step.
+class Reporter:
+    """Reports every step on the page, and in messages the first of the process, then at most four a second.
 
-    They are kept as they came and read at most once a second, because reading a number from a GPU waits for all work
-    that is queued there.
+    The user's numbers are kept as they came and read at most once a second, because reading a number from a GPU waits
+    for all work that is queued there. How long this rank waits for the gradients of others is told by the timers of the
+    DDP modules among the Loop's `objects`, which measure some of the steps.
+
+    `samples` counts the samples of the data set that the run has trained on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Iterable[object], samples: Callable[[], int]) -> None:
+        self._samples = samples
+        self._link = agent_client.agent_link()
+        self._page = agent_client.status_page()
+        self._resumed_from = 0
+        self._first = True
+        self._next_ns = 0
+        # The user's numbers: as they came, and as they were read last.
         self._kept: dict[str, float | torch.Tensor] = {}
-        self._read: dict[str, float] = {}
-        self._read_at_ns = -_READ_NS
+        self._scalars: dict[str, float] = {}
+        self._scalars_at_ns = -_READ_NS
+        # The modules with timers, and the iteration that each had measured at the last look.
+        self._layers: list[Any] = list(ddp_layers(objects))
+        self._measured: dict[int, int] = {}
+        self._waits_at_ns = 0
+        self._step, self._step_at_ns = 0, 0  # At that look.
 
     def keep(self, scalars: Mapping[str, float | torch.Tensor]) -> None:
-        """Replace the numbers of these names. Raises TypeError for a value that is not one number."""
+        """Replace the user's numbers of these names. Raises TypeError for a value that is not one number."""
         for name, value in scalars.items():
             if not isinstance(value, (int, float, torch.Tensor)):
                 what, expected = f"{name} is not a number", "a number or a tensor"
@@ -49,60 +63,6 @@ class Scalars:
             self._kept[name[:_NAME_MAX]] = value.detach() if isinstance(value, torch.Tensor) else value
         while len(self._kept) > _SCALARS_MAX:
             self._kept.popitem()
-
-    def values(self, now_ns: int) -> dict[str, float]:
-        """The numbers, at most a second old."""
-        if self._kept and now_ns - self._read_at_ns >= _READ_NS:
-            self._read_at_ns = now_ns
-            self._read = {name: float(value) for name, value in self._kept.items()}
-        return self._read
-
-
-class Waits:
-    """How long this rank waits for the gradients of others, by the timers of the DDP modules among the Loop's objects,
-    which measure some of the steps."""
-
-    def __init__(self, objects: Iterable[object]) -> None:
-        self._layers: list[Any] = list(ddp_layers(objects))
-        self._read: dict[int, int] = {}
-        self._step, self._at_ns = 0, 0  # The step at the last call, and its time.
-
-    def read(self, page: StatusPage) -> None:
-        """Add what was measured since the last call to the page's totals."""
-        waited_ns, new = 0, False
-        steps, took_ns = page.step - self._step, page.step_at_ns - self._at_ns
-        if self._at_ns and took_ns > 0:
-            for layer in self._layers:
-                rate = max(1, min(_SAMPLE_MAX, _MEASURE_NS * steps // took_ns))
-                layer._set_ddp_runtime_logging_sample_rate(rate)
-        self._step, self._at_ns = page.step, page.step_at_ns
-        for number, layer in enumerate(self._layers):
-            measured = layer._get_ddp_logging_data()
-            iteration = measured.get("iteration", 0)
-            new = new or iteration not in (self._read.get(number), *range(_WARM_UP))
-            self._read[number] = iteration
-            waited_ns += measured.get("backward_comm_time", 0) - measured.get("backward_compute_comm_overlap_time", 0)
-        if new:
-            page.waited_ns += max(0, waited_ns)
-            page.waits += 1
-
-
-class Reporter:
-    """Reports every step on the page, and in messages the first of the process, then at most four a second.
-
-    `samples` counts the samples of the data set that the run has trained on.
-    """
-
-    def __init__(self, objects: Iterable[object], samples: Callable[[], int]) -> None:
-        self._samples = samples
-        self._waits = Waits(objects)
-        self._waits_at_ns = 0
-        self._link = agent_client.agent_link()
-        self._page = agent_client.status_page()
-        self._resumed_from = 0
-        self._first = True
-        self._next_ns = 0
-        self.scalars = Scalars()
 
     def begin(self, step: int) -> None:
         """This process has the state after `step`, and is about to draw the next batch."""
@@ -123,7 +83,29 @@ class Reporter:
         self._next_ns = now_ns + _REPORT_NS
         if now_ns >= self._waits_at_ns:
             self._waits_at_ns = now_ns + _READ_NS
-            self._waits.read(self._page)
-        message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self.scalars.values(now_ns)))
+            self._read_waits()
+        if self._kept and now_ns - self._scalars_at_ns >= _READ_NS:
+            self._scalars_at_ns = now_ns
+            self._scalars = {name: float(value) for name, value in self._kept.items()}
+        message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self._scalars))
         if self._link.post(message):
             self._first = False
+
+    def _read_waits(self) -> None:
+        """Add what was measured since the last call to the page's totals."""
+        page, waited_ns, new = self._page, 0, False
+        steps, took_ns = page.step - self._step, page.step_at_ns - self._step_at_ns
+        if self._step_at_ns and took_ns > 0:
+            for layer in self._layers:
+                rate = max(1, min(_SAMPLE_MAX, _MEASURE_NS * steps // took_ns))
+                layer._set_ddp_runtime_logging_sample_rate(rate)
+        self._step, self._step_at_ns = page.step, page.step_at_ns
+        for number, layer in enumerate(self._layers):
+            measured = layer._get_ddp_logging_data()
+            iteration = measured.get("iteration", 0)
+            new = new or iteration not in (self._measured.get(number), *range(_WARM_UP))
+            self._measured[number] = iteration
+            waited_ns += measured.get("backward_comm_time", 0) - measured.get("backward_compute_comm_overlap_time", 0)
+        if new:
+            page.waited_ns += max(0, waited_ns)
+            page.waits += 1

@@ -714,16 +714,16 @@ def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
         page = StatusPage(page_fd)
         with under(Agent(), monkeypatch, page_fd=page_fd):
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-            waits = Loop(tmp_path, model=model)._reporter._waits
+            reporter = Loop(tmp_path, model=model)._reporter
             for _ in range(8):
                 model(torch.ones(2, 3)).sum().backward()
-            waits.read(page)
-            waits.read(page)
+            reporter._read_waits()
+            reporter._read_waits()
             assert page.waits == 1
             assert page.waited_ns > 0
             for step, second in ((10, 5), (14, 7)):  # Steps of half a second: one in four is to be measured.
                 page.finished(step, second * 10**9)
-                waits.read(page)
+                reporter._read_waits()
             for _ in range(20):
                 model(torch.ones(2, 3)).sum().backward()
             assert model._get_ddp_logging_data()["iteration"] == 24, "DDP alone would measure the 100th after the 10th"
