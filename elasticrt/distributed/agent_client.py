@@ -155,12 +155,7 @@ class AgentClient:
                 refused = list(self._waiting.items())
         for number, answer in refused:
             answer.put(_refusal(number, self._closed))
-        self._release()
-
-    def _release(self) -> None:
-        with self._news:
-            self._released = True
-            self._news.notify_all()
+        self._deliver(Release(), [])
 
     def _deliver(self, message: Message, fds: list[int]) -> None:
         if isinstance(message, Reseat):
@@ -173,7 +168,9 @@ class AgentClient:
             if answer is not None:  # Else the request has waited too long.
                 answer.put(message)
         elif isinstance(message, Release):
-            self._release()
+            with self._news:
+                self._released = True
+                self._news.notify_all()
         elif isinstance(message, Look):
             _show_stack()
             _show_collectives()

@@ -144,17 +144,21 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     finally:
         os.close(fd)
     ends: dict[str, Any] = {}
-    reading = threading.Thread(target=_keep_ends, args=(source, ends), name="elasticrt-events", daemon=True)
-    reading.start()
-    shown = [_Shown(process.stdout, sys.stdout), _Shown(process.stderr, sys.stderr)]
+    last: list[str] = []
+    readers = [
+        threading.Thread(target=_keep_ends, args=(source, ends), name="elasticrt-events", daemon=True),
+        threading.Thread(target=_show, args=(process.stdout, sys.stdout, []), name="elasticrt-output", daemon=True),
+        threading.Thread(target=_show, args=(process.stderr, sys.stderr, last), name="elasticrt-errors", daemon=True),
+    ]
+    for each in readers:
+        each.start()
     try:
         code = process.wait()
     finally:
         _end(process)
-        reading.join(FLUSH_S)
-        for each in shown:
-            each.finish()
-    _raise_for(code, ends, shown[1].last)
+        for each in readers:
+            each.join(FLUSH_S)
+    _raise_for(code, ends, "".join(last))
 
 
 def _keep_ends(source: int, ends: dict[str, Any]) -> None:
@@ -182,35 +186,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_S)
 
 
-class _Shown:
-    """Copies a process's output to a stream of ours, which in a notebook has no descriptor, and keeps the end of it."""
-
-    def __init__(self, source: IO[bytes] | None, target: TextIO) -> None:
-        assert source is not None
-        self.last = ""
-        self._source = source
-        self._target = target
-        self._thread = threading.Thread(target=self._copy, name="elasticrt-output", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for the rest of the output, after the process has ended."""
-        self._thread.join(FLUSH_S)
-
-    def _copy(self) -> None:
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        encoding = self._target.encoding or "utf-8"
-        read = True
-        with self._source as source:
-            while data := os.read(source.fileno(), 1 << 16):
-                text = decode(data)
-                self.last = (self.last + text)[-_LAST_CHARACTERS:]
-                try:
-                    if read:
-                        self._target.write(text.encode(encoding, "backslashreplace").decode(encoding))
-                        self._target.flush()
-                except OSError:  # Nothing reads it, or the disk is full. The agent's last lines are still wanted.
-                    read = False
+def _show(source: IO[bytes], target: TextIO, last: list[str]) -> None:
+    """Copy a process's output to a stream of ours, which in a notebook has no descriptor; its end is kept in `last`."""
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    encoding = target.encoding or "utf-8"
+    read = True
+    with source:
+        while data := os.read(source.fileno(), 1 << 16):
+            text = decode(data)
+            last[:] = ["".join([*last, text])[-_LAST_CHARACTERS:]]
+            try:
+                if read:
+                    target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                    target.flush()
+            except OSError:  # Nothing reads it, or the disk is full. The agent's last lines are still wanted.
+                read = False
 
 
 def _raise_for(code: int, events: Mapping[str, Any], said: str) -> None:
