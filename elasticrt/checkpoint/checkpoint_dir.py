@@ -146,9 +146,7 @@ class CheckpointDirectory:
 
     def look(self, commit: Commit) -> None:
         """Whether a payload is here and has the right size, without reading it. Raises Unfit, OSError if not."""
-        found = self._opened().size_of(commit.file)
-        if found != commit.size:
-            raise Unfit(f"it has {found} bytes instead of {commit.size}")
+        self._opened().look(commit.file, commit.size)
 
     def payload(self, commit: Commit) -> Payload:
         """A payload in memory, proven to be what was committed. Raises Unfit, OSError; nothing is parsed."""

@@ -70,7 +70,6 @@ class Checkpointer:
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
         self.snapshots = Snapshots()
         self._saves = False  # Whether the snapshot in flight is saved.
-        self._of_loop = True  # Whether it is a Loop's.
         self._failure: BaseException | None = None
         self._asked_step = -1
         self.start = ""
@@ -138,8 +137,8 @@ class Checkpointer:
             kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
             self._missed(kind, self._draft(step, epoch).commit, error)
             return []
-        self._saves, self._of_loop = True, of_loop
-        return [partial(self._write_guarded, self._draft(step, epoch))]
+        self._saves = True
+        return [partial(self._write_guarded, self._draft(step, epoch), of_loop)]
 
     def _draft(self, step: int, epoch: int) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
@@ -148,11 +147,11 @@ class Checkpointer:
         commit = Commit(
             step=step,
             epoch=epoch,
-            generation=self._generation,
+            generation=worker.generation,
             nonce=nonce,
             parent="" if known is None else known.nonce,
             directory=packed(str(self._directory.path)),
-            file=stem_of(step, self._generation, nonce) + PAYLOAD,
+            file=stem_of(step, worker.generation, nonce) + PAYLOAD,
             digest="0" * 64,
             size=0,
             # The one before may be in the directory of another node, which was rank 0 then.
@@ -207,12 +206,8 @@ class Checkpointer:
         self._end()
         generation, error = _unsaved.pop(self._directory.path, (0, None))
         # A save of an earlier generation is repeated by its successor.
-        if error is not None and generation == self._generation:
+        if error is not None and generation == self._head.worker.generation:
             raise error
-
-    @property
-    def _generation(self) -> int:
-        return self._head.worker.generation
 
     def _missed(self, kind: type[Exception], commit: Commit, why: str | Exception, *, repeated: bool = False) -> None:
         """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it.
@@ -261,15 +256,15 @@ class Checkpointer:
             self._head.run.total = max(self._head.run.total, state.total)
         return state
 
-    def _write_guarded(self, draft: Manifest, snapshot: Snapshot) -> None:
+    def _write_guarded(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
         try:
-            self._write(draft, snapshot)
+            self._write(draft, of_loop, snapshot)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
         finally:
             self._saves = False
 
-    def _write(self, draft: Manifest, snapshot: Snapshot) -> None:
+    def _write(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
         """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""
         started, step = time.monotonic(), draft.commit.step
         try:
@@ -282,7 +277,7 @@ class Checkpointer:
             if reply.refusal == "taken":
                 raise duplicate(self._directory.path, reply.reason)
             over = reply.refusal == "over"
-            if over and not self._of_loop:
+            if over and not of_loop:
                 what = "the checkpoint of step %d is not saved in %s: the membership has changed meanwhile"
                 _log.warning(what, step, self._shown)
                 return

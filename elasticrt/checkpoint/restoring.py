@@ -72,7 +72,7 @@ class Restoring:
         self._candidates: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
         self._best: tuple[int, Manifest] | None = None
         self._history = History({}, frozenset())
-        self._unusable = False  # Whether this rank's directory cannot be read.
+        self._marked = False  # Whether this rank's directory has commits, usable or not, as far as is known.
         self._troubles: list[str] = []
         self.start = ""  # After `run` a name for this start of the training, the same on all ranks.
         self.found: Commit | None = None  # After `run` the commit that the state descends from, if any.
@@ -173,7 +173,7 @@ class Restoring:
     def _exchange(self) -> list[Offer]:
         """The offers of all ranks. Collective. What this rank writes next is numbered above all of them."""
         mine = Offer(
-            marked=self._unusable or bool(self._history.marked),
+            marked=self._marked,
             highest=max(self._directory.serial, 0 if self._resume is None else self._resume.serial),
             who=f"node {self._worker.node}" if self._worker.has_agent else f"rank {self._rank}",
             troubles=self._troubles,
@@ -195,27 +195,24 @@ class Restoring:
             self._history = self._directory.history()
         except (CheckpointError, OSError) as error:
             self._troubles.append(str(error))
-            self._unusable = True
+            self._marked = True
             return
+        self._marked = bool(self._history.marked)
         self._troubles += self._history.troubles
         self._candidates = self._usable()
         self._best = next(self._candidates, None)
 
-    def _ordered(self) -> Iterator[tuple[int, Manifest]]:
-        """What to try, in this order. The resume point is as etcd records it, not as the directory says."""
-        history, resume = self._history, self._resume
-        if resume is None:
-            yield from ((OLDER, manifest) for manifest in history.candidates())
-            return
-        run = self._worker.run_id
-        # Without a manifest here the world size is not known.
-        known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
-        yield RESUME, Manifest(resume, run, known.world_size)
-        yield from ((OLDER, manifest) for manifest in history.lineage(resume.parent))
-
     def _usable(self) -> Iterator[tuple[int, Manifest]]:
-        """Those of them whose payload is here, as far as can be seen without reading it."""
-        for kind, manifest in self._ordered():
+        """What to try, in this order, if its payload is here, as far as can be seen without reading it."""
+        history, resume, run = self._history, self._resume, self._worker.run_id
+        ordered = [
+            (OLDER, each) for each in (history.candidates() if resume is None else history.lineage(resume.parent))
+        ]
+        if resume is not None:
+            # As etcd records it, not as the directory says. Without a manifest here the world size is not known.
+            known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
+            ordered.insert(0, (RESUME, Manifest(resume, run, known.world_size)))
+        for kind, manifest in ordered:
             try:
                 self._directory.look(manifest.commit)
             except (Unfit, OSError) as error:

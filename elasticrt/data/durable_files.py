@@ -112,10 +112,10 @@ class Directory:
         os.fsync(self.fd)
         return made
 
-    def size_of(self, name: str) -> int:
-        """The size of a plain file, in bytes. Raises Unfit when it is none, OSError."""
-        with self._plain(name) as fd:
-            return os.fstat(fd).st_size
+    def look(self, name: str, size: int) -> None:
+        """Raises Unfit when this is no plain file of `size` bytes, OSError."""
+        with self._plain(name, size):
+            pass
 
     def read(self, name: str, *, size_max: int) -> bytearray:
         """The whole content of a plain file. Raises Unfit when it is none, or larger than `size_max` bytes; OSError."""
@@ -134,18 +134,18 @@ class Directory:
         In pieces that stay in the processor's caches: the file is never a second time in this process's memory.
         """
         digest = hashlib.sha256()
-        with self._plain(name) as fd:
-            found = os.fstat(fd).st_size
-            if found != size:
-                raise Unfit(f"it has {found} bytes instead of {size}")
+        with self._plain(name, size) as fd:
             for piece in _pieces(fd, size):
                 digest.update(piece)
                 write(piece)
         return digest.hexdigest()
 
     @contextlib.contextmanager
-    def _plain(self, name: str) -> Iterator[int]:
-        """A descriptor for reading a regular file that has exactly one name. Raises Unfit otherwise, OSError."""
+    def _plain(self, name: str, size: int | None = None) -> Iterator[int]:
+        """A descriptor for reading a regular file that has exactly one name, and `size` bytes if that is given.
+
+        Raises Unfit otherwise, OSError.
+        """
         try:
             # O_NONBLOCK: to open a planted FIFO must not wait for its writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -160,6 +160,8 @@ class Directory:
                 raise Unfit("it is not a regular file")
             if status.st_nlink != 1:
                 raise Unfit(f"it has {status.st_nlink} names (hard links)")
+            if size not in (None, status.st_size):
+                raise Unfit(f"it has {status.st_size} bytes instead of {size}")
             yield fd
         finally:
             os.close(fd)
