@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from elasticrt.data.position import Position
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed.sigterm_guard import sheltered
@@ -40,14 +39,6 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
 def samplers_of(loader: DataLoader[Any]) -> tuple[object, ...]:
     """All that decide which samples `loader` draws: torch's BatchSampler has one in it."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
-
-
-def check_resumable(
-    loader: object, sampler: AnySampler, position: Position, saved_world_size: int, world_size: int
-) -> None:
-    """Refuse to go on in the middle of an epoch if the samples that are left are unknown. Raises CheckpointError."""
-    if is_stream(loader, sampler) and position.batches and saved_world_size != world_size:
-        raise rest_unknown(saved_world_size, world_size)
 
 
 def is_stream(loader: object, sampler: AnySampler) -> bool:

@@ -25,7 +25,7 @@ from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, check_resumable, feed, is_stream, rest_unknown, samples_per_batch
+from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -179,10 +179,12 @@ class Loop:
                     # The others were further: they had finished this epoch, and their state has what came after it.
                     self._undo.forget_between()
                     continue
-                cut_short = self._cut_short()
+                position = self._state.position
+                # Whether the limit of steps, and not the end of the data or a `break`, ended this epoch.
+                cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
                 if not cut_short:
-                    self._state.ledger.closed(self._state.position)
-                self._state.position = self._state.position.closed(cut_short=cut_short)
+                    self._state.ledger.closed(position)
+                self._state.position = position.closed(cut_short=cut_short)
                 self._undo.outside = None
                 self._boundary()
             while not self._world.ends_with(self._saving.last):
@@ -220,13 +222,7 @@ class Loop:
         self._state.ledger.close()
         self._stage = "over"
         self._share = None
-        if self in _running:
-            _running.remove(self)
-
-    def _cut_short(self) -> bool:
-        """Whether the limit of steps, and not the end of the data or a `break`, ended this epoch."""
-        position = self._state.position
-        return position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
+        _running.remove(self)
 
     @property
     def _is_exhausted(self) -> bool:
@@ -249,7 +245,9 @@ class Loop:
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
-        check_resumable(loader, self._state.sampler, self._state.position, self._world.resumed_size, self._world.size)
+        before, now = self._world.resumed_size, self._world.size
+        if before != now and self._state.position.batches and is_stream(loader, self._state.sampler):
+            raise rest_unknown(before, now)
         self._weighting.renew()
         self._state.ledger.renew()
         self._pass += 1
