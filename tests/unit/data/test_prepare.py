@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt import ConfigError, PreparationError, prepare
-from elasticrt.data.build_rights import ClaimRight, LockRight
-from elasticrt.data.prepared_dir import RECORD
+from elasticrt.data.prepare import RECORD, ClaimRight, LockRight
 from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.status_page import StatusPage
 from tests.fake_worker import Agent, under
@@ -376,7 +375,7 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
 def test_a_claim_that_nobody_can_record_ends_with_the_reason(tmp_path, monkeypatch, capsys):
     """E07: an etcd without space is waited for, as one that is away, and the line says so; then a remedy is named."""
     monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
-    monkeypatch.setattr("elasticrt.data.build_rights.UNSURE_S", 0.1)
+    monkeypatch.setattr("elasticrt.data.prepare.UNSURE_S", 0.1)
     agent = Agent(answer=lambda message: Reply(message.request, ok=False, reason="etcd is full", refusal="unsure"))
     build = Builder()
     with under(agent, monkeypatch), pytest.raises(PreparationError, match=r"the agent refuses .*got etcd is full"):

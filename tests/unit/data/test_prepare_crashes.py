@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticrt import prepare
-from elasticrt.data.prepared_dir import RECORD, fits
+from elasticrt.data.prepare import RECORD, fits
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "fcntl.lockf", "os.scandir")
 """What the interpreter announces before it asks the kernel."""
