@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from elasticrt.data.durable_files import sync, sync_tree
 from elasticrt.distributed import agent_client
@@ -32,10 +32,6 @@ from elasticrt.distributed.user_notice import say
 from elasticrt.errors import ConfigError, PreparationError, explain
 from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE, make_directory, write_text
 from elasticrt.ipc.messages import Built, Claim, Reply
-
-if TYPE_CHECKING:
-    from elasticrt.distributed.barrier import Barrier
-
 
 PROGRESS_S = 10.0
 """A rank that waits names the builder as often as this."""
@@ -82,7 +78,11 @@ def prepare(
     """
     target = _checked(path, build, version, scope, timeout_s)
     limit_s = math.inf if timeout_s is None else timeout_s
-    ranks = _ranks(target)
+    ranks = None  # Before `init`, and where ranks come one after the other.
+    if "torch.distributed" in sys.modules:  # Data can be prepared without loading torch; then there is no group.
+        from elasticrt.distributed.barrier import Barrier, together
+
+        ranks = Barrier(f"prepare({str(target)!r})") if together() else None
     if ranks is None:
         _ready(target, build, version, scope, limit_s)
         return target
@@ -101,15 +101,6 @@ def prepare(
     if problem:
         raise PreparationError(problem)
     return target
-
-
-def _ranks(target: Path) -> Barrier | None:
-    """Where all ranks meet; None before `init`, and where they come one after the other."""
-    if "torch.distributed" not in sys.modules:  # Data can be prepared without loading torch; then there is no group.
-        return None
-    from elasticrt.distributed.barrier import Barrier, together
-
-    return Barrier(f"prepare({str(target)!r})") if together() else None
 
 
 def _ready(target: Path, build: Callable[[Path], object], version: str, scope: str, limit_s: float) -> None:
