@@ -49,6 +49,8 @@ class _Position:
         self._epoch = 0
         self._consumed = 0
         self._order: tuple[int, torch.Tensor] | None = None
+        # The settings that may be others when the run goes on from a checkpoint.
+        self._cut: dict[str, Any] = {}
 
     @property
     def has_given_rank(self) -> bool:
@@ -95,11 +97,7 @@ class _Position:
         if self.has_given_rank:
             return {}
         own = {name: value for name, value in self.state_dict().items() if name not in ("epoch", "consumed")}
-        return {**own, **self._cut()}
-
-    def _cut(self) -> dict[str, Any]:
-        """The settings that may be others when the run goes on from a checkpoint."""
-        raise NotImplementedError
+        return {**own, **self._cut}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The world size and the batch size may differ from those that saved it.
@@ -171,14 +169,12 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
         self.micro_batch_size = micro_batch_size
         self._drop_last = bool(drop_last)
+        # Not `micro_batch_size`: it moves no sample from one step to another, and machines may have unlike memory.
+        self._cut = {"global_batch_size": self._batch_size, "drop_last": self._drop_last}
         if self._drop_last and self._samples < self._batch_size:
             got = f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True"
             what, remedy = "an epoch without a single batch", "Use drop_last=False or a smaller global_batch_size"
             raise ValueError(explain(what, self._where, got=got, remedy=remedy))
-
-    def _cut(self) -> dict[str, Any]:
-        # Not `micro_batch_size`: it moves no sample from one step to another, and machines may have unlike memory.
-        return {"global_batch_size": self._batch_size, "drop_last": self._drop_last}
 
     def __len__(self) -> int:
         """Global batches of a full epoch: the same at any position and any world size."""
@@ -244,9 +240,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
     ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=num_replicas)
         self._drop_last = bool(drop_last)
-
-    def _cut(self) -> dict[str, Any]:
-        return {"drop_last": self._drop_last}
+        self._cut = {"drop_last": self._drop_last}
 
     def __len__(self) -> int:
         """Indices per rank of a full epoch at the present world size."""
