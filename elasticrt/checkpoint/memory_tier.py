@@ -145,18 +145,16 @@ class MemoryTier:
         """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
         agent = agent_client.agent_link()
         try:
-            fd, size, digest = snapshot.in_memory()
+            file = Payload(os.memfd_create("elasticrt-copy", os.MFD_CLOEXEC))
+            size, digest = snapshot.write_to(file.file)
         except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
             _log.warning("no copies are kept in memory any more: %s", error)
             return 0
-        try:
-            copied = Copied(step, epoch, size, digest, self._place)
-            if not ends:
-                agent.say(copied, [fd])
-            elif agent.request(lambda number: replace(copied, request=number), TAKEN_S_MAX, [fd]) is None:
-                _log.warning("the agent has not taken the state of step %d within %g s", step, TAKEN_S_MAX)
-        finally:
-            os.close(fd)
+        copied = Copied(step, epoch, size, digest, self._place)
+        if not ends:
+            agent.say(copied, [file.file])
+        elif agent.request(lambda number: replace(copied, request=number), TAKEN_S_MAX, [file.file]) is None:
+            _log.warning("the agent has not taken the state of step %d within %g s", step, TAKEN_S_MAX)
         return size
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -78,15 +77,6 @@ class Snapshot:
         self._on_device: dict[torch.device, torch.cuda.Event] = {}
         self._copied = self._copy(state)
         self.stall_s = time.monotonic() - began
-
-    def in_memory(self) -> tuple[int, int, str]:
-        """A new memory file that holds it; its size in bytes and SHA-256. Raises OSError where memory is lacking."""
-        fd = os.memfd_create("elasticrt-copy", os.MFD_CLOEXEC)
-        try:
-            return fd, *self.write_to(fd)
-        except BaseException:
-            os.close(fd)
-            raise
 
     def write_to(self, fd: int) -> tuple[int, str]:
         """Write it to a file; size in bytes and SHA-256. Raises OSError."""

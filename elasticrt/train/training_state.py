@@ -125,7 +125,10 @@ class TrainingState:
             had = "without" if ours["sampler"] is None else "with"
             raise CheckpointError("the sampler changed", where, got=f"a state {had} a sampler")
         stateful.put_back(self.objects, data, where, shared=shared)
-        self._set_gradients(ours["gradients"])
+        self.accumulates = any(each is not None for each in ours["gradients"])
+        self.drop_gradients()
+        for owner, gradient in zip(self.parameters() if ours["gradients"] else [], ours["gradients"], strict=True):
+            owner.grad = None if gradient is None else gradient.to(owner.device)
         if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position(**ours["position"])
@@ -142,12 +145,6 @@ class TrainingState:
         """Let go of all gradients. They may be views of a bucket that a work of an old group still writes into."""
         for each in self.parameters():
             each.grad = None
-
-    def _set_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        self.accumulates = any(each is not None for each in gradients)
-        self.drop_gradients()
-        for owner, gradient in zip(self.parameters() if gradients else [], gradients, strict=True):
-            owner.grad = None if gradient is None else gradient.to(owner.device)
 
 
 def _misfit(error: CheckpointError) -> MisfitError:

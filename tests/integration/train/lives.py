@@ -95,7 +95,8 @@ def _worker(nodes: str, head: Path | None, generation: int, run: str, copy: int)
     resume = Commit.from_json(head.read_text()) if head else None
     fd, copied = -1, None
     if copy:
-        fd, size, digest = Snapshot({"w": torch.full((40,), float(copy))}).in_memory()
+        fd = os.memfd_create("copy")
+        size, digest = Snapshot({"w": torch.full((40,), float(copy))}).write_to(fd)
         copied = Copy(copy, 0, size, digest, len(nodes))
     world_size = len(nodes)
     worker = WorkerEnv(

@@ -34,7 +34,8 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
             with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
         snapshot = Snapshot(loop._state.collect())
-    fd, size, digest = snapshot.in_memory()
+    fd = os.memfd_create("copy")
+    size, digest = snapshot.write_to(fd)
     yield fd, Copy(3, 0, size, digest, 1)
     os.close(fd)
 

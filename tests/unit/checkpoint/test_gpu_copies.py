@@ -82,9 +82,9 @@ class Cuda:
 
 
 def written(taken: Snapshot) -> Any:
-    """What is in its memory file."""
-    fd, _, _ = taken.in_memory()
-    with os.fdopen(fd, "rb") as file:
+    """What it writes to a file."""
+    with os.fdopen(os.memfd_create("copy"), "rb") as file:
+        taken.write_to(file.fileno())
         file.seek(0)
         return torch.load(file, weights_only=True)
 
