@@ -137,13 +137,13 @@ def _failed(target: Path, error: OSError) -> PreparationError:
 def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s: float) -> None:
     """Wait until it is time to ask for the right again, and say so. Raises PreparationError after `limit_s`."""
     if waited_s >= limit_s:
-        got = f"{waited_s:.0f} s; built by {right.holder or 'another process'}"
+        got = f"{waited_s:.0f} s; built by {right.holder}"
         remedy = "Give it a larger timeout_s, or look at what the builder is doing"
         raise PreparationError("waited too long for the preparation", str(target), got=got, remedy=remedy)
     pause_s = min(right.poll_s, limit_s - waited_s)
     time.sleep(pause_s)
     if (waited_s + pause_s) // PROGRESS_S > waited_s // PROGRESS_S:
-        say(f"waiting for {target}: {right.holder or 'another process'} builds, {waited_s:.0f} s so far")
+        say(f"waiting for {target}: {right.holder} builds, {waited_s:.0f} s so far")
 
 
 def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:

@@ -113,11 +113,8 @@ class TrainingState:
 
     def check_batches(self, batch_size: int) -> None:
         """A newcomer's loader has such batches. Raises MisfitError where those of the others in this epoch are not."""
-        if self.position.batches and self.settings():
-            try:
-                validation.check_same_sampler({"batch_size": batch_size}, {"batch_size": self.batch_size})
-            except CheckpointError as error:
-                raise _misfit(error) from error
+        if self.position.batches and self.settings() and batch_size != self.batch_size:
+            raise _misfit(f"a loader with batch_size={batch_size} here, and {self.batch_size} on other ranks")
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
@@ -147,7 +144,7 @@ class TrainingState:
             each.grad = None
 
 
-def _misfit(error: CheckpointError) -> MisfitError:
+def _misfit(error: object) -> MisfitError:
     remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
     remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
     return MisfitError("this node's script differs from the run's", "Loop", got=error, remedy=remedy)

@@ -77,7 +77,7 @@ def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
 
     newcomer(2).check_batches(4)
     newcomer(0).check_batches(8)
-    with pytest.raises(MisfitError, match=r"differs from the run's .*got batch_size=8 here; expected batch_size=4"):
+    with pytest.raises(MisfitError, match=r"differs from the run's .*got a loader with batch_size=8 here, and 4 on"):
         newcomer(2).check_batches(8)
 
 
