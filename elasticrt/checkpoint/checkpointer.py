@@ -57,6 +57,7 @@ class Checkpointer:
     `Loop` has one of its own; use this class in loops that are not a `Loop`.
 
     Attributes:
+        place: tells this directory from others of the run.
         start: a name for this start of the training, the same on all ranks; "" before `restore`.
         snapshots: takes what is saved here.
     """
@@ -68,22 +69,12 @@ class Checkpointer:
         self._shown = os.fspath(directory)
         self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
+        self.place = self._head.place
         self.snapshots = Snapshots()
-        self._saves = False  # Whether the snapshot in flight is saved.
         self._failure: BaseException | None = None
         self._asked_step = -1
         self.start = ""
         _live.add(self)
-
-    @property
-    def place(self) -> str:
-        """Tells this directory from others of the run."""
-        return self._head.place
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is in flight."""
-        return self._saves and self.snapshots.busy
 
     @property
     def lacks_head(self) -> bool:
@@ -137,7 +128,6 @@ class Checkpointer:
             kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
             self._missed(kind, self._draft(step, epoch).commit, error)
             return []
-        self._saves = True
         return [partial(self._write_guarded, self._draft(step, epoch), of_loop)]
 
     def _draft(self, step: int, epoch: int) -> Manifest:
@@ -261,8 +251,6 @@ class Checkpointer:
             self._write(draft, of_loop, snapshot)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
-        finally:
-            self._saves = False
 
     def _write(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
         """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""

@@ -61,8 +61,8 @@ class Saving:
         # A new rank 0 saves at once, because it does not know when the one before has saved: each interval is to have
         # a checkpoint, however often rank 0 changes.
         self._owes = worker.rank == 0 and (self._owes or not self.is_first)
-        if self.checkpointer.busy:
-            self._saved = Position()  # It will be refused: it is of a generation that is over.
+        if self.checkpointer.snapshots.busy:
+            self._saved = Position()  # A save in flight will be refused: it is of a generation that is over.
         self.checkpointer.move(worker)
         if worker.world_size == 1:
             self.memory_tier.left_alone()
@@ -70,10 +70,9 @@ class Saving:
     def between_steps(self) -> None:
         """Save and copy what is due."""
         now, position = time.monotonic(), self._state.position
-        copy = self.memory_tier.due(now, self.run.total) and not self.checkpointer.snapshots.busy
-        save = self.is_first and not self.checkpointer.busy
-        save = save and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
-        if save or copy:
+        copy = self.memory_tier.due(now, self.run.total)
+        save = self.is_first and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
+        if (save or copy) and not self.checkpointer.snapshots.busy:
             self.take(save=save, copy=copy)
 
     def while_waiting(self, then: Callable[[], object]) -> None:
