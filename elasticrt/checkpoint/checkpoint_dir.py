@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,11 +24,11 @@ from elasticrt.checkpoint.manifest import (
     DRAFT,
     MANIFEST,
     MANIFEST_BYTES_MAX,
+    NAME,
     PAYLOAD,
     TEMPORARY,
     History,
     Manifest,
-    Name,
     doomed,
 )
 from elasticrt.data.durable_files import Directory, Unfit, put
@@ -107,7 +108,7 @@ class CheckpointDirectory:
         try:
             take()
             self.history()  # For the serial number: another rank 0 may have saved here.
-            self._before = frozenset(name.nonce for name in self._names())
+            self._before = frozenset(name["nonce"] for name in self._names())
         except OSError as error:
             self._refuse(error)
 
@@ -131,15 +132,15 @@ class CheckpointDirectory:
         directory = self._opened()
         troubles, manifests, marked = [], {}, set()
         for name in self._names():
-            if name.suffix not in (MANIFEST, DRAFT):
+            if name["suffix"] not in (MANIFEST, DRAFT):
                 continue
-            if name.suffix == MANIFEST:
-                marked.add(name.nonce)
+            if name["suffix"] == MANIFEST:
+                marked.add(name["nonce"])
             try:
-                content = directory.read(name.text, size_max=MANIFEST_BYTES_MAX)
-                manifests[name.nonce] = Manifest.from_json(content, name.stem)
+                content = directory.read(name.string, size_max=MANIFEST_BYTES_MAX)
+                manifests[name["nonce"]] = Manifest.from_json(content, name["stem"])
             except (Unfit, ValueError, OSError) as error:
-                troubles.append(f"{name.text}: {error}")
+                troubles.append(f"{name.string}: {error}")
         found = History(manifests, frozenset(marked), tuple(troubles))
         self.serial = max(self.serial, found.serial)
         return found
@@ -188,10 +189,10 @@ class CheckpointDirectory:
         """Delete what is no longer needed now that `head` is committed. Raises OSError."""
         directory = self._opened()
         for name in doomed(self.history(), self._names(), head, self._keep, self._before or frozenset()):
-            directory.remove(name.text)
+            directory.remove(name.string)
 
-    def _names(self) -> list[Name]:
-        return [name for name in map(Name.parse, self._opened().names()) if name is not None]
+    def _names(self) -> list[re.Match[str]]:
+        return [name for name in map(NAME.fullmatch, self._opened().names()) if name is not None]
 
     def _opened(self) -> Directory:
         assert self._directory is not None, "open() comes first"

@@ -93,8 +93,7 @@ class DirectoryHead:
             return self.known
         if self.worker.resume is not None and self.worker.resume.place in ("", self.place):
             return self.worker.resume
-        head = self._ask(take=False).data.get("head")
-        return None if head is None else Commit.from_fields(head)
+        return self._ask(take=False)
 
     def take(self, *, patient: bool = True) -> None:
         """Take the directory for this run, without an agent for this process. `patient`: wait while etcd is away.
@@ -104,9 +103,9 @@ class DirectoryHead:
         if not self.worker.has_agent:
             take_alone(self._path)
         else:
-            head = self._ask(take=True, patient=patient).data.get("head")
+            head = self._ask(take=True, patient=patient)
             if head is not None and self.place in self.run.heads:  # Another rank 0 may have saved here.
-                self.run.heads[self.place] = Commit.from_fields(head)
+                self.run.heads[self.place] = head
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, whose generation says which commit is the newest."""
@@ -146,12 +145,13 @@ class DirectoryHead:
                 self.run.heads[self.place] = commit
             return reply
 
-    def _ask(self, *, take: bool, patient: bool = True) -> Reply:
-        """What the agent knows of this directory. With `take` it takes the directory for the run."""
+    def _ask(self, *, take: bool, patient: bool = True) -> Commit | None:
+        """The head of this directory, as the agent knows it. With `take` it takes the directory for the run."""
         what = "the agent cannot say who saves here"
         reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), patient=patient)
         if reply.ok:
-            return reply
+            head = reply.data.get("head")
+            return None if head is None else Commit.from_fields(head)
         if reply.refusal == "taken":
             raise duplicate(self._path, reply.reason)
         if ERRNO in reply.data:

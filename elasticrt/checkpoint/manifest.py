@@ -23,33 +23,17 @@ MANIFEST_BYTES_MAX = 1 << 20
 # Temporaries start with this; the rest of their name is the stem of what they would become.
 TEMPORARY = ".saving-"
 
-_NAME = re.compile(
+NAME = re.compile(
     rf"(?P<temporary>{re.escape(TEMPORARY)})?"
-    r"(?P<stem>step-\d{1,18}-g\d{1,9}-(?P<nonce>[0-9a-f]{16}))(?P<suffix>\.pt|\.draft|\.json)?"
+    r"(?P<stem>step-\d{1,18}-g\d{1,9}-(?P<nonce>[0-9a-f]{16}))(?(temporary)|(?P<suffix>\.pt|\.draft|\.json))"
 )
+"""The name of a file of a checkpoint, whose files have the stem in common. A temporary has no suffix, and any other one
+of PAYLOAD, DRAFT and MANIFEST. Files with other names are left alone."""
 
 
 def stem_of(step: int, generation: int, nonce: str) -> str:
     """The common part of a checkpoint's file names."""
     return f"step-{step}-g{generation}-{nonce}"
-
-
-@dataclass(frozen=True)
-class Name:
-    """A file name that follows the pattern, taken apart."""
-
-    text: str  # All of it.
-    stem: str  # What the files of one checkpoint have in common.
-    nonce: str  # The checkpoint's.
-    suffix: str  # PAYLOAD, DRAFT or MANIFEST; "" of a temporary.
-
-    @classmethod
-    def parse(cls, text: str) -> Name | None:
-        """None for any other name: such files are left alone."""
-        match = _NAME.fullmatch(text)
-        if match is None or bool(match["temporary"]) == bool(match["suffix"]):
-            return None
-        return cls(text, match["stem"], match["nonce"], match["suffix"] or "")
 
 
 @dataclass(frozen=True)
@@ -102,11 +86,6 @@ class History:
     marked: frozenset[str]  # The nonces of all that are no drafts, readable or not.
     troubles: Sequence[str] = ()  # What is wrong with those that can't be read.
 
-    @property
-    def known(self) -> frozenset[str]:
-        """The nonces of all of them."""
-        return self.marked | self.manifests.keys()
-
     def lineage(self, nonce: str) -> Iterator[Manifest]:
         """From the checkpoint `nonce` to its oldest known ancestor; ends where a manifest is missing."""
         seen: set[str] = set()
@@ -134,8 +113,12 @@ class History:
         return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
-def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[Name]:
-    """Files, of `names`, that may be deleted now that the commit with the nonce `head` is there, manifests first.
+def doomed(
+    history: History, names: list[re.Match[str]], head: str, keep: int, before: frozenset[str]
+) -> list[re.Match[str]]:
+    """Files, of `names` as NAME matches them, that may be deleted now that the commit with the nonce `head` is there.
+
+    Manifests come first.
 
     The `keep` newest committed checkpoints stay, whichever history they belong to; older ones go. What was never
     committed goes if its nonce was there `before`, when the head's writer claimed the directory.
@@ -148,6 +131,6 @@ def doomed(history: History, names: list[Name], head: str, keep: int, before: fr
     surplus = {commit.nonce for commit in committed[keep:]}
     known = {commit.nonce for commit in committed} | history.marked
     # Only the head's writer could commit since it claimed the directory. The writers of these cannot any more.
-    orphans = {name for name in names if name.nonce in before and (not name.suffix or name.nonce not in known)}
-    gone = [name for name in names if name.nonce in surplus or name in orphans]
-    return sorted(gone, key=lambda name: name.suffix == PAYLOAD)
+    orphans = {each for each in names if each["nonce"] in before and (each["temporary"] or each["nonce"] not in known)}
+    gone = [each for each in names if each["nonce"] in surplus or each in orphans]
+    return sorted(gone, key=lambda each: each["suffix"] == PAYLOAD)

@@ -71,7 +71,6 @@ class Restoring:
         self._resume: Commit | None = None
         self._candidates: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
         self._best: tuple[int, Manifest] | None = None
-        self._history = History({}, frozenset())
         self._marked = False  # Whether this rank's directory has commits, usable or not, as far as is known.
         self._troubles: list[str] = []
         self.start = ""  # After `run` a name for this start of the training, the same on all ranks.
@@ -192,32 +191,31 @@ class Restoring:
         try:
             if not self._directory.open(create=False):
                 return
-            self._history = self._directory.history()
+            history = self._directory.history()
         except (CheckpointError, OSError) as error:
             self._troubles.append(str(error))
             self._marked = True
             return
-        self._marked = bool(self._history.marked)
-        self._troubles += self._history.troubles
-        self._candidates = self._usable()
+        self._marked = bool(history.marked)
+        self._troubles += history.troubles
+        self._candidates = self._usable(history)
         self._best = next(self._candidates, None)
 
-    def _usable(self) -> Iterator[tuple[int, Manifest]]:
+    def _usable(self, history: History) -> Iterator[tuple[int, Manifest]]:
         """What to try, in this order, if its payload is here, as far as can be seen without reading it."""
-        history, resume, run = self._history, self._resume, self._worker.run_id
-        ordered = [
-            (OLDER, each) for each in (history.candidates() if resume is None else history.lineage(resume.parent))
-        ]
+        resume, run = self._resume, self._worker.run_id
+        ordered = [(OLDER, each) for each in history.candidates()]
         if resume is not None:
             # As etcd records it, not as the directory says. Without a manifest here the world size is not known.
             known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
-            ordered.insert(0, (RESUME, Manifest(resume, run, known.world_size)))
+            point = RESUME, Manifest(resume, run, known.world_size)
+            ordered = [point, *((OLDER, each) for each in history.lineage(resume.parent))]
         for kind, manifest in ordered:
             try:
                 self._directory.look(manifest.commit)
             except (Unfit, OSError) as error:
                 # A resume point without a manifest here is in another node's directory, and nothing is wrong with this.
-                elsewhere = kind == RESUME and manifest.commit.nonce not in self._history.known
+                elsewhere = kind == RESUME and manifest.commit.nonce not in history.marked | history.manifests.keys()
                 if not (elsewhere and isinstance(error, FileNotFoundError)):
                     self._troubles.append(f"{manifest.commit.file}: {error}")
             else:
