@@ -85,7 +85,7 @@ class Saving:
         else:
             then()
 
-    def take(self, *, save: bool, copy: bool, patient: bool = False, then: Callable[[], object] | None = None) -> None:
+    def take(self, *, save: bool, copy: bool, patient: bool = False, then: Callable[[], object] = bool) -> None:
         """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`.
 
         `patient`: see `Checkpointer.to_disk`. `then` is called when all is done, perhaps by another thread.
@@ -100,8 +100,8 @@ class Saving:
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
-            self.checkpointer.snapshots.take(state, [*uses, *([lambda _: then()] if then is not None else [])])
-        elif then is not None:
+            self.checkpointer.snapshots.take(state, [*uses, lambda _: then()])
+        else:
             then()
         self._page.save_ns += time.monotonic_ns() - since_ns
 

@@ -93,10 +93,8 @@ class TrainingState:
         try:
             self._put_back(data, self._shown, shared=True)
         except CheckpointError as error:
-            remedy = (
-                "Use the script and the data that it was saved with, and give objects their final shape before Loop"
-            )
-            remedy += ", or start over in a new directory"
+            remedy = "Use the script and the data that it was saved with, and give objects their final shape before "
+            remedy += "Loop, or start over in a new directory"
             raise CheckpointError(f"{error}. {remedy}") from error
         self.numbers.restore(ours["rng"], self.position.steps)
 

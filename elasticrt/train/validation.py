@@ -68,10 +68,8 @@ def check_optimizer(*, outside: bool, completes: bool, step: int) -> None:
         what = "the optimizer stepped outside of the step"
         raise ConfigError(what, "optimizer.step", expected=expected, remedy=remedy)
     if not completes:
-        what, got = (
-            "the optimizer stepped inside an unfinished global batch",
-            f"step {step}, more micro-batches to come",
-        )
+        what = "the optimizer stepped inside an unfinished global batch"
+        got = f"step {step}, more micro-batches to come"
         remedy = "Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`"
         raise RuntimeError(explain(what, "optimizer.step", got=got, remedy=remedy))
 
