@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from elasticrt.bootstrap import child_process, shutdown
 from elasticrt.bootstrap.child_process import Job
-from elasticrt.ipc import process_sessions
+from elasticrt.ipc import proc
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
 from elasticrt.ipc.status_page import STACKS_SIGNAL
@@ -112,10 +112,10 @@ class ForkServer:
         meant = [worker for worker in started if worker.start.local_rank in message.local_ranks]
         alive = [worker.pid for worker in meant if worker.code is None]
         if message.number == signal.SIGKILL:
-            process_sessions.kill_sessions(alive)
+            proc.kill_sessions(alive)
         # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
         # Another thread would write down its own stack, or none.
-        send = process_sessions.signal_main_thread if message.number == STACKS_SIGNAL else process_sessions.kill
+        send = proc.signal_main_thread if message.number == STACKS_SIGNAL else proc.kill
         for pid in alive:
             send(pid, message.number)
 
@@ -169,7 +169,7 @@ class ForkServer:
                 worker = self._workers.get(ended.si_pid)
                 if worker is not None:
                     worker.ended_ns = time.monotonic_ns()
-                    process_sessions.kill_sessions([worker.pid])
+                    proc.kill_sessions([worker.pid])
                 _, status = os.waitpid(ended.si_pid, 0)
                 if worker is not None:
                     worker.code = os.waitstatus_to_exitcode(status)
@@ -179,16 +179,16 @@ class ForkServer:
 
     def _left_behind(self, worker: _Worker) -> bool:
         """Kill what is left of an ended worker. Returns whether anything was."""
-        left = process_sessions.members([worker.pid])
+        left = proc.members([worker.pid])
         if all(each is worker or each.code is not None for each in self._workers.values()):
             left += self._orphans()  # Processes that detached themselves from any session end with the last worker.
         for pid in left:
-            process_sessions.kill(pid, signal.SIGKILL)
+            proc.kill(pid, signal.SIGKILL)
         return bool(left)
 
     def _orphans(self) -> list[int]:
         """Children of this process that it has not started. Those that have ended are reaped, not listed."""
-        children = process_sessions.children().items()
+        children = proc.children().items()
         return [pid for pid, found in children if pid not in self._workers and not found.ended]
 
     def _report(self, worker: _Worker) -> None:
@@ -206,9 +206,9 @@ class ForkServer:
         """End every process of the workers within END_MAX_S seconds, after the end of the agent."""
         deadline = time.monotonic() + END_MAX_S
         while time.monotonic() < deadline:
-            process_sessions.kill_sessions(list(self._workers))
+            proc.kill_sessions(list(self._workers))
             for pid in self._orphans():
-                process_sessions.kill(pid, signal.SIGKILL)
+                proc.kill(pid, signal.SIGKILL)
             try:
                 with contextlib.suppress(ChannelClosed):
                     # The agent may have closed only its sending side, and still read how they ended.
@@ -230,7 +230,7 @@ def main(text: str) -> NoReturn:
         # `-m` has put the agent's directory there. A file of the user's must not be imported because of its name.
         sys.path.pop(0)
     occupy()  # Descriptors that arrive must never get the numbers of the standard streams.
-    process_sessions.adopt_orphans()
+    proc.adopt_orphans()
     script, directory = _script(options)
     parent = ForkServer(Channel.adopt(options.channel_fd))
     warm, torch_threads = _prepare(options, script, directory)

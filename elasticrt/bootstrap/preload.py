@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
 from elasticrt import torch_versions
-from elasticrt.ipc import process_sessions
-from elasticrt.ipc.proc import sockets_of
+from elasticrt.ipc.proc import children, sockets_of
 
 _LAZY = (
     # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
@@ -84,7 +83,7 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
 
 def _why_unsafe(sockets_before: set[str]) -> str:
     """Fork once and look at both sides. Returns "" if neither has a thread, CUDA, a child, or a new socket."""
-    if process_sessions.children():
+    if children():
         return "has started a process"
     import torch
 

@@ -21,10 +21,9 @@ from pathlib import Path
 from elasticrt import events
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import EventLog
-from elasticrt.ipc import process_sessions
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
-from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.proc import kill_sessions, members, start_of
 from elasticrt.ipc.time_bounds import PARENT_END_S
 
 log = logging.getLogger(__name__)
@@ -144,8 +143,8 @@ class WorkerParent:
         # A killed parent takes its workers along, but not the processes that these have started.
         sessions = {pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}
         deadline = time.monotonic() + PARENT_END_S
-        while process_sessions.members(sessions) and time.monotonic() < deadline:
-            process_sessions.kill_sessions(sessions)
+        while members(sessions) and time.monotonic() < deadline:
+            kill_sessions(sessions)
             time.sleep(0.01)
         self._ended.set()
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -12,10 +12,9 @@ import threading
 import pytest
 
 from elasticrt.bootstrap import child_process
-from elasticrt.ipc import process_sessions
+from elasticrt.ipc import proc
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
-from elasticrt.ipc.proc import start_of
 from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
@@ -32,27 +31,27 @@ def leader():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
-        process_sessions.kill_sessions([process.pid])
+        proc.kill_sessions([process.pid])
 
 
 def test_members(leader):
     """A session's processes are found in whatever process group they are, and nobody else's."""
     process, member = leader
-    assert set(process_sessions.members([process.pid])) == {process.pid, member}
-    assert os.getpid() in process_sessions.members([os.getsid(0)])
-    assert process.pid in process_sessions.children()
-    assert member not in process_sessions.children()
+    assert set(proc.members([process.pid])) == {process.pid, member}
+    assert os.getpid() in proc.members([os.getsid(0)])
+    assert process.pid in proc.children()
+    assert member not in proc.children()
 
 
 def test_kill_sessions(leader):
     """One call ends the leader and what it has started, although this process is not the parent of that."""
     process, member = leader
-    process_sessions.kill_sessions([process.pid])
+    proc.kill_sessions([process.pid])
     assert process.wait(10) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         while True:
             os.kill(member, 0)
-            if not start_of(member):
+            if not proc.start_of(member):
                 raise ProcessLookupError
 
 
@@ -60,10 +59,10 @@ def test_the_dead_are_no_members():
     """A process that has ended and a number that nobody has are treated alike."""
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     process.wait(10)
-    assert process_sessions.members([process.pid]) == []
-    assert not start_of(process.pid)
-    process_sessions.kill(process.pid, signal.SIGKILL)
-    process_sessions.kill_sessions([process.pid])
+    assert proc.members([process.pid]) == []
+    assert not proc.start_of(process.pid)
+    proc.kill(process.pid, signal.SIGKILL)
+    proc.kill_sessions([process.pid])
 
 
 WRITES_STACKS = """
@@ -88,14 +87,14 @@ def test_only_the_main_thread_gets_a_signal_that_asks_for_its_stack():
         late.start()
         for _ in range(100):
             for _ in range(2):
-                process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
+                proc.signal_main_thread(process.pid, STACKS_SIGNAL)
             for _ in range(2):
                 frames = [process.stdout.readline() for _ in range(3)]
                 assert frames[0] == STACK_BEGINS + "\n"
                 assert "in main_thread" in frames[1]
         late.cancel()
         process.kill()
-    process_sessions.signal_main_thread(process.pid, STACKS_SIGNAL)
+    proc.signal_main_thread(process.pid, STACKS_SIGNAL)
 
 
 @pytest.mark.parametrize("executes", [False, True])
