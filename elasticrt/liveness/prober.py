@@ -86,33 +86,6 @@ def ask(address: str, port: int, incarnation: str) -> Answer:
         prober.close()
 
 
-class Gathering:
-    """Collects answers for a `sink` that decides anew with each answer that it gets.
-
-    While an answer is missing, no decision can follow from the news that others are alive. So these wait for the last
-    answer: one of a thousand nodes may be the lost one. An answer other than "alive" is passed on at once, with all
-    answers before it.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._missing = 0
-        self._kept: list[tuple[Seat, Answer, float]] = []
-
-    def asked(self) -> None:
-        """Count one more question."""
-        self._missing += 1
-
-    def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        """Take the answer of `seat`, which was asked at `asked_at`."""
-        self._missing -= 1
-        self._kept.append((seat, answer, asked_at))
-        if not self._missing or answer != "alive":
-            kept, self._kept = self._kept, []
-            for each in kept:
-                self._sink(*each)
-
-
 @dataclass(eq=False)
 class _Question:
     """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered."""
@@ -178,7 +151,7 @@ class Prober:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._answers = Gathering(self._pass_on)
+        self._kept: list[tuple[Seat, Answer, float]] = []  # Answers that wait for others, for `sink`.
         self._asking: set[str] = set()  # Incarnations that are asked `once`, until the answer was passed on.
         self._questions: set[_Question] = set()  # Those without an answer.
         self._waiting: deque[_Question] = deque()  # Those of them that wait for a connection.
@@ -191,7 +164,15 @@ class Prober:
         asked_at = time.monotonic()
 
         def done(seat: Seat, answer: Answer, _: dict[str, Any]) -> None:
-            self._answers.answered(seat, answer, asked_at)
+            self._kept.append((seat, answer, asked_at))
+            # While an answer is missing, no decision can follow from the news that others are alive. So these wait for
+            # the last answer: one of a thousand nodes may be the lost one.
+            if answer == "alive" and any(each.gathered for each in self._questions):
+                return
+            kept, self._kept = self._kept, []
+            for each in kept:
+                self._asking.discard(each[0].incarnation)
+                self._sink(*each)
 
         self._put([_Question(seat, done, PROBE_STEPS, witnesses, once=True, gathered=True) for seat in seats])
 
@@ -253,15 +234,9 @@ class Prober:
                 continue
             if question.once:
                 self._asking.add(question.seat.incarnation)
-            if question.gathered:
-                self._answers.asked()
             self._questions.add(question)
             self._waiting.append(question)
         self._begin_waiting()
-
-    def _pass_on(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        self._asking.discard(seat.incarnation)
-        self._sink(seat, answer, asked_at)
 
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._open) < OPEN_AT_ONCE:

@@ -160,6 +160,45 @@ def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:
         server.close()
 
 
+@pytest.mark.parametrize(
+    ("answers", "passed_on"),
+    [
+        pytest.param("a", ["a"], id="one alone"),
+        pytest.param("aaa", ["", "", "aaa"], id="all live"),
+        pytest.param("ada", ["", "ad", "a"], id="one is dead"),
+        pytest.param("daa", ["d", "", "aa"], id="the first is dead"),
+    ],
+)
+def test_what_is_passed_on_when(answers: str, passed_on: list[str]) -> None:
+    """L1: good news wait for the last answer; bad news wait for nothing, and take along what came before."""
+    heard, taken = list[str](), queue.SimpleQueue[None]()
+    prober = Prober(lambda _seat, answer, _at: heard.append(answer[0]))
+    may_say = [threading.Event() for _ in answers]
+
+    def agent(index: int) -> Callable[[socket.socket], None]:
+        def answer(connection: socket.socket) -> None:
+            fields = json.loads(connection.recv(512))
+            may_say[index].wait(60)
+            life = f"{index:016x}" if answers[index] == "a" else LIFE
+            connection.sendall(json.dumps({**fields, "incarnation": life}).encode() + b"\n")
+            connection.recv(1)  # The end: it was read.
+            taken.put(None)
+
+        return answer
+
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        stack.callback(prober.close)
+        patch.setattr("elasticrt.liveness.prober.PROBE_STEP_S", 60.0)  # One try each.
+        ports = [stack.enter_context(answering(agent(index))) for index in range(len(answers))]
+        prober.ask([_seat(f"{index:016x}", port) for index, port in enumerate(ports)])
+        for event, expected in zip(may_say, passed_on, strict=True):
+            before = len(heard)
+            event.set()
+            taken.get(timeout=60)
+            prober.thread.wait_for(lambda: None, 60)  # It has come back from the answer.
+            assert "".join(heard[before:]) == expected
+
+
 def test_a_prober_that_is_closed_leaves_nothing() -> None:
     """G16: closed while it asks, and unused: its thread ends."""
     with answering(lambda connection: connection.recv(512) and connection.recv(512)) as port:
