@@ -121,7 +121,7 @@ class Membership:
             self.proxy.close(CLOSE_S)
             self.driver.close()
         if hasattr(self, "session"):
-            self.session.close(revoke=True, timeout_s=CLOSE_S)
+            self.session.close(timeout_s=CLOSE_S)
         self.meeting.store.close()
 
 

@@ -128,8 +128,8 @@ class LeaseSession:
                 return None
             return self._acked_at + SUSPENDED_SHARE * self._lease.ttl_s
 
-    def close(self, revoke: bool, timeout_s: float) -> None:
-        """Stop keeping alive; with `revoke` end the lease, so that its keys vanish now instead of after the TTL.
+    def close(self, timeout_s: float) -> None:
+        """Stop keeping the lease alive, and end it, so that its keys vanish now instead of after the TTL.
 
         Waits at most `timeout_s` for the thread and the store's own timeout for the revocation, whose failure is not
         an error: the lease then ends by itself.
@@ -139,7 +139,7 @@ class LeaseSession:
             lease = self._lease
             self._wake.notify_all()
         deadline = time.monotonic() + timeout_s
-        if revoke and lease is not None:
+        if lease is not None:
             try:
                 self._store.revoke(lease.lease_id)
             except StoreError as error:

@@ -150,7 +150,7 @@ class Participant(Side):
         self._probes.close()
         self.loop.prober.close()
         self.loop.driver.close()
-        self._session.close(revoke=True, timeout_s=CLOSE_S)
+        self._session.close(timeout_s=CLOSE_S)
         self._ports.close()
         self._store.close()
         self.loop.unwatch_threads()
@@ -183,7 +183,7 @@ class Participant(Side):
             self._problem = problem
             self._changed.notify_all()
         self._say_goodbye(left=True)
-        self._session.close(revoke=True, timeout_s=CLOSE_S)
+        self._session.close(timeout_s=CLOSE_S)
 
     # What the loop wants of its side.
 

@@ -42,12 +42,12 @@ def session_at(
     try:
         yield store, session
     finally:
-        session.close(revoke=False, timeout_s=5)
+        session.close(timeout_s=5)
         store.close()
 
 
 def test_kept_alive(etcd: EtcdServer) -> None:
-    """A session outlives its TTL and says so once; closing with revoke ends the lease at once."""
+    """A session outlives its TTL and says so once; closing it ends the lease at once."""
     words = Words()
     with session_at(etcd.address, words) as (store, session):
         lease = session.grant()
@@ -57,7 +57,7 @@ def test_kept_alive(etcd: EtcdServer) -> None:
             time.sleep(0.2)  # Time itself is what is tested here.
         assert str(words) == "connected"
         assert words.states[0].lease_id == lease.lease_id
-        session.close(revoke=True, timeout_s=5)
+        session.close(timeout_s=5)
         with pytest.raises(LeaseLost):
             store.keep_alive(lease.lease_id)
 

@@ -71,4 +71,4 @@ def test_an_answer_counts_from_when_its_question_was_sent(asked: str) -> None:
         state = states.get(timeout=20)
         assert (state.word, state.reason) == ("suspended", f"no answer from etcd for {late_s:.1f} s")
     finally:
-        session.close(revoke=False, timeout_s=20)
+        session.close(timeout_s=20)
