@@ -93,10 +93,8 @@ def check_tls(options: ServeOptions) -> None:
         raise ConfigError("half of TLS", where, expected=expected, remedy=remedy)
     import ssl  # It takes a while to load, and few need it.
 
-    from elasticrt.store import certificates
-
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    certificates.check(context, where, options.client_ca_file, options.cert_file, options.key_file)
+    etcd_server.check_pem_files(context, where, options.client_ca_file, options.cert_file, options.key_file)
 
 
 def serve(binary: Path, directory: Path, listen: Address, given: Address, options: ServeOptions) -> int:

@@ -17,8 +17,9 @@ from contextlib import suppress
 from typing import Any
 
 from elasticrt.errors import ConfigError
-from elasticrt.store import certificates, etcd_messages, proto
+from elasticrt.store import etcd_messages, proto
 from elasticrt.store.connection import Connections, read_file
+from elasticrt.store.etcd_server import check_pem_files
 from elasticrt.store.protocol import (
     Address,
     Credentials,
@@ -162,7 +163,7 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         # Only now: while they are renewed the key may be that of another certificate for a moment.
         trusted, where = _check_files(credentials), "--etcd-ca-file, --etcd-cert-file, --etcd-key-file"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        certificates.check(context, where, trusted, credentials.cert_file, credentials.key_file)
+        check_pem_files(context, where, trusted, credentials.cert_file, credentials.key_file)
     if credentials.password_file is not None:
         read_file(credentials.password_file)
 

@@ -20,12 +20,16 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.leash import command_of
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
+
+if TYPE_CHECKING:
+    from ssl import SSLContext  # It takes a while to load, and few need it.
 
 READY_S_MAX = 15.0
 """A server that is not ready by then is given up. Usually it takes 0.1 s."""
@@ -266,6 +270,25 @@ def claim(listen: Address, option: str) -> Address:
             what = "the port can't be had"
             raise ConfigError(what, option, got=got, expected="a free port", remedy=remedy) from error
     return replace(listen, host=ip)
+
+
+def check_pem_files(context: SSLContext, where: str, ca: str | None, certificate: str | None, key: str | None) -> None:
+    """Check that these PEM files can be used. Raises ConfigError about the options `where`.
+
+    Args:
+        context: reads them.
+        where: the options that name them.
+        ca: certificates of the authorities to trust.
+        certificate: this side's own; `key`: its key.
+    """
+    try:
+        if ca is not None:
+            context.load_verify_locations(ca)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key, password="")  # Else OpenSSL asks the terminal for one.
+    except OSError as error:
+        expected, remedy = "PEM files, the key that of the certificate", "Check the paths and what the files hold"
+        raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
 
 
 def in_our_words(text: str) -> tuple[str, str]:
