@@ -120,9 +120,8 @@ class HangMonitor:
         self.positions: tuple[Position, ...] = ()  # Of this node's workers, while their steps stand still.
         self.said: Mapping[str, object] = {}  # What other agents hear about the workers. Any thread may read it.
         self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0  # Of the nodes' own work.
-        self._found: dict[str, object] = {}  # The finding about the present stand, for the other nodes.
+        self._culprit: Culprit | None = None  # The finding about the present stand.
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
-        self._blamed_step = 0, ""  # The step and the reason of the last finding.
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
         self._last_at = 0.0  # When the newest step had ended, at the last closer look for one.
         self._told_of: int | None = None  # The step after which none came, as people were told.
@@ -209,7 +208,7 @@ class HangMonitor:
         before = self._stand
         self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
-            self.positions, self._found = (), {}
+            self.positions, self._culprit = (), None
             if step > before.step:  # It falls when a worker ends.
                 self._goes_on(generation, max(at) - self._last_at)
         self._last_at = max(at)
@@ -268,7 +267,8 @@ class HangMonitor:
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
-        self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **self._found}
+        found = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
+        self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
@@ -328,8 +328,7 @@ class HangMonitor:
         return min(each.step for each in self.positions)
 
     def _tell(self, now: float, culprit: Culprit) -> None:
-        self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
-        self._blamed_step = self._own_step(), culprit.reason
+        self._culprit, self._waits_at = culprit, 0.0
         age_s, step = now - self._last_at, culprit.step
         self._told_of = step
         found = step, self._stand.times, culprit.key
@@ -422,8 +421,7 @@ class HangMonitor:
                 self._told_of = stacks.step
         for rank, each in lines.items() if stacks.why == "paused" else ():
             self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {where(each)}")
-        blamed_step, reason = self._blamed_step
-        culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
+        culprit = f": {self._culprit.reason}" if self._culprit is not None else ""
         return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
 
     def _write(self, stacks: Stacks, lines: Mapping[int, Sequence[str]], step: int) -> None:
