@@ -10,10 +10,12 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import io
+import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -62,21 +64,17 @@ def _imported_since(marker: str) -> list[str]:
 
 
 def _take_environment(env: Mapping[str, str]) -> None:
-    zone = os.environ.get("TZ")
     os.environ.clear()
     os.environ.update(env)
-    if env.get("TZ") != zone:
-        time.tzset()
+    time.tzset()  # TZ may be another one here.
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  It is a descriptor, and stays open.
 
 
 def _take_identity() -> None:
     """Get what every program has for itself: a secret for multiprocessing, and a temporary directory."""
-    if "multiprocessing.process" in sys.modules:
-        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
-    if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None  # TMPDIR may be another one here.
 
 
 def _prepare_torch(env: Mapping[str, str], torch_threads: int) -> None:

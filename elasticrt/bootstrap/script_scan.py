@@ -77,8 +77,7 @@ def early_spawn(tree: ast.Module) -> str:
     One of these hosts the store of a run of several nodes, on MASTER_PORT, which a fork must then not keep open.
     """
     nodes = list(ast.walk(tree))
-    imports = [name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _dotted(node)]
-    is_imported = any(name.startswith(_MULTIPROCESSING) for name in imports)
+    is_imported = any(name.startswith(_MULTIPROCESSING) for node in nodes for name in _dotted(node))
     for call in (node for node in nodes if isinstance(node, ast.Call) and _name(node.func) in _SPAWNERS):
         called = ast.unparse(call.func)
         if is_imported or called.startswith(_MULTIPROCESSING):
@@ -90,20 +89,20 @@ def _place(node: ast.AST) -> _Place:
     return node.lineno, node.col_offset  # type: ignore[attr-defined]  # Statements and expressions have both.
 
 
-def _dotted(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Everything that an import names, with its package; nothing of relative imports."""
+def _dotted(node: ast.AST) -> list[str]:
+    """Everything that an import names, with its package; nothing of relative imports and of other statements."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return [f"{node.module}.{alias.name}" for alias in node.names if not node.level]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
 
 
 def _imported(node: ast.AST) -> list[str]:
     """The top-level names that a statement imports, but for Python's own."""
-    names: list[str] = []
-    if isinstance(node, ast.Import):
-        names = [alias.name.partition(".")[0] for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        names = ["." if node.level else (node.module or "").partition(".")[0]]
+    if isinstance(node, ast.ImportFrom) and node.level:
+        return ["."]
+    names = [name.partition(".")[0] for name in _dotted(node)]
     return [name for name in names if name not in sys.stdlib_module_names]
 
 
