@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elasticrt.ipc.env import COUNT_MAX
 from elasticrt.text import cut
 
 FinalCode = Literal[0, 1, 5, 6, 7]
@@ -15,7 +16,6 @@ SUMMARY_MAX_BYTES = 400
 TEXT_MAX_BYTES = 6000
 """The limits of texts in a report in etcd, and in the result of a run."""
 
-COUNT_MAX = 2**53
 ENDED_EARLY = (
     "ended early, with exit code 0, while others were in a collective; "
     "let all ranks make equally many steps, and none of them call sys.exit before"

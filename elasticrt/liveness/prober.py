@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from elasticrt.ipc.env import COUNT_MAX
 from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
 from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS, WORKERS_STEPS
 from elasticrt.rendezvous.records import Seat
@@ -37,7 +38,6 @@ WITNESSES = 2
 LINE_MAX_BYTES = 512
 # An answer with the positions of workers has up to a kilobyte for each.
 ANSWER_MAX_BYTES = 1 << 16
-GENERATION_MAX = 2**53
 
 Answer = Literal["alive", "dead", "silent"]
 _Said = tuple[Answer, dict[str, Any]]
@@ -186,7 +186,7 @@ class Prober:
             self._asking.discard(seat.incarnation)
             # Another incarnation's answer counts too: an agent that was left out and came back knows the newest one.
             number = fields.get("generation") if fields.get("run") == run_id else 0
-            heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
+            heard(number if type(number) is int and 0 <= number <= COUNT_MAX else 0)
 
         self._put([_Question(seat, done, LISTEN_STEPS, once=True) for seat in seats])
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elasticrt.errors import StoreError, explain
-from elasticrt.ipc.env import Commit, Copy
+from elasticrt.ipc.env import COUNT_MAX, Commit, Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut, known
@@ -40,7 +40,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_%-]{1,253}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 
 
 def words(bytes_max: int) -> BeforeValidator:
