@@ -131,9 +131,10 @@ def write(stream: TextIO | None, text: str) -> bool:
     """
     if stream is None:  # It was closed before this process began.
         return False
+    fd = _fd(stream)
     try:
-        with _turn_of(stream, text) as end:
-            emit(stream, end + text)
+        with turn(fd, text[-1:].encode()) if fd >= 0 else nullcontext((False, b"")) as (_, end):
+            emit(stream, end.decode() + text)
     except BrokenPipeError:
         # All later output is dropped, and what is still buffered, which Python flushes at its end.
         _without_reader.add(stream.fileno())
@@ -153,16 +154,6 @@ def has_reader(stream: TextIO | None) -> bool:
     poll = select.poll()
     poll.register(fd, 0)
     return fd not in _without_reader and not any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-@contextmanager
-def _turn_of(stream: TextIO, text: str) -> Iterator[str]:
-    fd = _fd(stream)
-    if fd < 0:
-        yield ""
-        return
-    with turn(fd, text[-1:].encode()) as (_, end):
-        yield end.decode()
 
 
 def _fd(stream: TextIO | None) -> int:
