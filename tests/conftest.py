@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrt.ipc.collateral_errors import NOT_LET_GO
+from elasticrt.ipc.failure import NOT_LET_GO
 from tests.servers import end_embedded_store
 
 MARK = "ELASTICRT_TEST_RUN"

@@ -24,7 +24,7 @@ from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import HealthState
 from elasticrt.errors import ConfigError
-from elasticrt.ipc.proc import listening
+from elasticrt.ipc.proc import listening, text_of
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
 from elasticrt.store.protocol import bracketed
@@ -138,7 +138,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def own_names(host: str) -> set[str]:
     """By which names this machine may be asked at `host`: those that it knows without a look-up, which may hang."""
-    hosts, resolv = (_text_of(path) for path in ("/etc/hosts", "/etc/resolv.conf"))
+    hosts, resolv = (text_of(Path(path)) for path in ("/etc/hosts", "/etc/resolv.conf"))
     return {"", "localhost", host.lower(), *names_of(socket.gethostname(), hosts, resolv)}
 
 
@@ -156,13 +156,6 @@ def names_of(hostname: str, hosts: str, resolv: str) -> set[str]:
     for fields in (line.lower().split() for line in resolv.splitlines()):
         domains = fields[1:] if fields[:1] in (["search"], ["domain"]) else domains
     return names | {f"{own}.{domain.strip('.')}" for domain in domains}
-
-
-def _text_of(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # Then there are no more names.
-        return ""
 
 
 def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:

@@ -23,9 +23,8 @@ from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
-from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.failure import Failure
+from elasticrt.ipc.failure import Failure, in_words
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Unsaved, Warm
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,

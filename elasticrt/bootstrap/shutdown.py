@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 from elasticrt.distributed.agent_client import AgentClient
 from elasticrt.errors import CheckpointError, ConfigError, DuplicateError
-from elasticrt.ipc.collateral_errors import is_collateral
 from elasticrt.ipc.error_file import described
+from elasticrt.ipc.failure import is_collateral
 from elasticrt.ipc.proc import ports_of, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"

@@ -32,8 +32,8 @@ from elasticrt.cli import doctor_findings as findings
 from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.slurm import Slurm
-from elasticrt.ipc.cgroups import available_bytes, text_of
-from elasticrt.ipc.proc import gpus, listening
+from elasticrt.ipc.cgroups import available_bytes
+from elasticrt.ipc.proc import gpus, listening, text_of
 from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from elasticrt.ipc.proc import text_of
+
 STAT = "memory.stat"
 
 
@@ -83,14 +85,6 @@ def memory_groups(root: Path = Path("/")) -> list[tuple[Path, Names]]:
     """The memory control groups of this process, as in `groups`. `root`: the parent of /proc and /sys."""
     found = groups(text_of(root / "proc/self/cgroup"), text_of(root / "proc/self/mountinfo"))
     return [(root / directory.lstrip("/"), names) for directory, names in found]
-
-
-def text_of(path: Path) -> str:
-    """The content of a file; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def room(files: Mapping[str, str], names: Names) -> int | None:

@@ -68,6 +68,14 @@ def machine() -> str:
         return secrets.token_hex(8)
 
 
+def text_of(path: Path) -> str:
+    """The content of a file; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def stat(pid: int | str) -> Stat | None:
     """The state of process `pid`; None if there is none."""
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from elasticrt.ipc.file_modes import make_directory, opener
-from elasticrt.ipc.proc import state_of
+from elasticrt.ipc.proc import state_of, text_of
 from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL, StatusPage
 from elasticrt.ipc.time_bounds import STACKS_ASKED_S, STACKS_LOOK_S, STACKS_RUNS_S, STACKS_S_MAX
 from elasticrt.liveness.culprit import STATES
@@ -133,9 +133,6 @@ class Answer:
 
 def _catches(pid: int) -> bool:
     """Whether a process has a handler for STACKS_SIGNAL."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
+    lines = text_of(Path(f"/proc/{pid}/status")).splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
     return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
-from elasticrt.ipc.collateral_errors import NOT_LET_GO
+from elasticrt.ipc.failure import NOT_LET_GO
 from elasticrt.ipc.wording import was_slow
 from elasticrt.story.buckets import (
     AGREE,

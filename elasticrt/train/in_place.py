@@ -29,9 +29,9 @@ from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import ddp_layers
 from elasticrt.ipc import proc
-from elasticrt.ipc.collateral_errors import LET_GO_NEVER, is_collateral, is_of_a_collective
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
+from elasticrt.ipc.failure import LET_GO_NEVER, is_collateral, is_of_a_collective
 from elasticrt.ipc.messages import Left
 from elasticrt.ipc.status_page import IN_PLACE, READY
 from elasticrt.train.batches import AnySampler, samplers_of

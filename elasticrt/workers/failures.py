@@ -14,18 +14,20 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elasticrt.ipc.collateral_errors import (
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.failure import (
     NEVER_MET,
     NOT_LET_GO,
     PEER_IS_GONE,
     TRACEBACK,
+    Failure,
+    FinalCode,
     announced_address,
     exceptions_in,
+    first_cause,
     in_words,
     is_collateral,
 )
-from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.ipc.time_bounds import STOPPED_S
 from elasticrt.ipc.wording import signal_name
 from elasticrt.text import cut, size

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from elasticrt.ipc.cgroups import memory_groups, text_of
+from elasticrt.ipc.cgroups import memory_groups
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Reply, Started, Warm
-from elasticrt.ipc.proc import gpus, stat
+from elasticrt.ipc.proc import gpus, stat, text_of
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT

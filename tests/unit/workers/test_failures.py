@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from elasticrt.ipc.collateral_errors import LET_GO_NEVER
-from elasticrt.ipc.failure import ENDED_EARLY, Failure, first_cause
+from elasticrt.ipc.failure import ENDED_EARLY, LET_GO_NEVER, Failure, first_cause
 from elasticrt.workers.failures import Remains, failure_of, is_collateral, of_node, raised
 from tests.unit.workers.states import ended, worker
 
