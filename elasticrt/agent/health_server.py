@@ -130,7 +130,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             "the health port cannot be had",
             "--health-port",
-            got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
+            got=f"{host}:{port}: {getattr(error, 'strerror', error)}",
             expected="a free port and an address of this machine",
             remedy="Choose another one (0: any free port)",
         ) from error

@@ -182,9 +182,15 @@ def listens(each: socket.socket) -> bool:
 
 
 def listening(address: str, port: int = 0, backlog: int | None = None) -> socket.socket:
-    """A socket that listens at an `address` of this machine; without a `port` at a free one. Raises OSError."""
+    """A socket that listens at an `address` of this machine; without a `port` at a free one. Raises OSError.
+
+    Connections that fade away from a server before are no obstacle.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=backlog)
+    try:
+        return socket.create_server((address, port), family=family, backlog=backlog)
+    except OSError as error:
+        raise OSError(error.errno, str(error.strerror or error).partition(" (while ")[0]) from None
 
 
 def _is_tcp(each: socket.socket) -> bool:

@@ -25,6 +25,7 @@ from uuid import uuid4
 
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.leash import command_of
+from elasticrt.ipc.proc import listening
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
 
@@ -230,14 +231,13 @@ def resolve(host: str, option: str) -> str:
             "a name without an address", option, got=got, expected=expected, remedy=OWN_ADDRESSES
         ) from error
     reason = ""
-    for family, kind, protocol, _, address in candidates:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError as error:
-                reason = error.strerror or str(error)
-            else:
-                return str(address[0])
+    for *_, address in candidates:
+        try:
+            listening(str(address[0])).close()
+        except OSError as error:
+            reason = str(error.strerror)
+        else:
+            return str(address[0])
     got = f"{host}: {reason}"
     raise ConfigError("not an address of this machine", option, got=got, expected=expected, remedy=OWN_ADDRESSES)
 
@@ -260,7 +260,8 @@ def claim(listen: Address, option: str) -> Address:
         # What others know by this name is another address, as where /etc/hosts gives the host name 127.0.1.1.
         ip = "0.0.0.0"  # noqa: S104  The name was given for others to come to.
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-        # As etcd does it, so that a connection still fading away from a server before us is no obstacle.
+        # As etcd does it: with IPv4 at ::, and so that a connection still fading away from a server before us is no
+        # obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ip, listen.port))

@@ -13,7 +13,7 @@ def listen(address: str, backlog: int) -> socket.socket:
     try:
         return listening(address, backlog=backlog)
     except OSError as error:
-        got = f"{address}: {str(error.strerror or error).partition(' (while ')[0]}"
+        got = f"{address}: {error.strerror}"
         expected = "a free port at an address of this machine"
         remedy = "Give this machine's own address, as the other nodes reach it"
         what = "this node can't listen at its address"
