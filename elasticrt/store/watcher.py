@@ -28,10 +28,6 @@ PAUSE_S_MIN = 0.05
 PAUSE_S_MAX = 1.0
 
 
-class _LoginExpiredError(Exception):
-    """The stream has to be opened again, with a new login at the same endpoint."""
-
-
 @dataclass(eq=False)
 class EtcdWatch:
     """A watch of a range of etcd's keys.
@@ -143,7 +139,7 @@ class Watcher:
 
     def _stream(self) -> bool:
         """One stream from its start to its end: whether the server answered at all."""
-        answered = same_endpoint = False
+        answered = False
         endpoint: Endpoint | None = None
         try:
             endpoint = self._connections.current()
@@ -154,13 +150,11 @@ class Watcher:
         except grpc.RpcError as error:
             assert endpoint is not None, "an RPC needs an endpoint"
             self._lost(endpoint, error)
-        except _LoginExpiredError:
-            same_endpoint = True
         except ElasticError as error:
             _logger.debug("no watch stream: %s", error)
         finally:
             self._hang_up()
-        if endpoint is not None and not same_endpoint:
+        if endpoint is not None:
             self._connections.failed(endpoint)
         return answered
 
@@ -171,22 +165,19 @@ class Watcher:
         with self._lock:
             if self._closed.is_set():  # Else nothing would cancel this call.
                 raise StoreUnavailable("closed")
-            self._requests = requests
             self._unanswered.clear()
             for watch in self._watches.values():
                 self._begin(watch, requests)
             call = endpoint.watch.Watch(iter(requests.get, None), metadata=metadata)
-            self._call = call
+            self._requests, self._call = requests, call
         yield from call
 
     def _hang_up(self) -> None:
         with self._lock:
-            requests, call = self._requests, self._call
-            self._requests = self._call = None
+            requests, self._requests = self._requests, None
         if requests is not None:
             requests.put(None)  # Ends the thread in which gRPC waits for our next request.
-        if call is not None:
-            call.cancel()
+            self._call.cancel()
 
     def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> None:
         code, details = status(error)
@@ -248,7 +239,7 @@ class Watcher:
         elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
             # Ending the stream makes all watches start again, on a new login. Once: the refusal may be meant.
             watch.logged_in_again = True
-            raise _LoginExpiredError
+            raise StoreUnavailable(f"the login at {endpoint.address} has expired")
         else:
             self._end(watch, f"cancelled: {reason or 'no reason given'} (etcd at {endpoint.address})")
 
