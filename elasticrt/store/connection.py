@@ -72,11 +72,9 @@ class Endpoint:
 
     def log_in(self, timeout_s: float) -> None:
         """Fetch a token when a user is configured and none is there. Raises grpc.RpcError, ConfigError."""
-        if self._credentials.user is None or self._token is not None:
-            return
+        # Threads whose token has expired come here together. The first one's login serves all of them.
         with self._lock:
-            # Threads whose token has expired come here together. The first one's login serves all of them.
-            if self._token is not None:
+            if self._credentials.user is None or self._token is not None:
                 return
             assert self._credentials.password_file is not None, "a login has both"
             password = read_file(self._credentials.password_file).rstrip("\r\n")
@@ -119,6 +117,7 @@ class Connections:
         self._endpoints: list[Endpoint | None] = [None] * len(addresses)
         self._current = 0
         self.reached = False  # Whether an operation has had an answer.
+        self.store_id = ""  # Of the store that was read last; another store's answer to a watch is noticed.
 
     def current(self) -> Endpoint:
         """The endpoint in use. Raises StoreUnavailable after `close`, ConfigError when a credentials file is bad."""

@@ -74,15 +74,14 @@ class EtcdStore:
         credentials = credentials or Credentials()
         _check(addresses, credentials)
         self._connections = Connections(addresses, credentials, _dial, timeout_s)
-        self._watcher = Watcher(self._connections, lambda: self._store_id)
-        self._store_id = ""
+        self._watcher = Watcher(self._connections)
 
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         request = etcd_messages.range_request(range_, limit=limit, by_create=by_create)
         found = self._connections.ask(f"read {range_}", lambda endpoint: endpoint.kv.Range, request)
         snapshot = etcd_messages.snapshot(found)
-        self._store_id = snapshot.store_id
+        self._connections.store_id = snapshot.store_id
         return snapshot
 
     def commit(self, txn: Txn) -> TxnResult:

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -65,14 +65,10 @@ class EtcdWatch:
 
 
 class Watcher:
-    """The watches of one store, at the endpoints of `connections`. The thread lives from the first until `close`.
+    """The watches of one store, at the endpoints of `connections`. The thread lives from the first until `close`."""
 
-    `identity` gives the store's id as last read, "" when nothing has been read: another store's answer is noticed.
-    """
-
-    def __init__(self, connections: Connections, identity: Callable[[], str]) -> None:
+    def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._identity = identity
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[int, EtcdWatch] = {}
@@ -88,7 +84,7 @@ class Watcher:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")
             self._count += 1  # Never 0: etcd takes that as "choose one for me".
-            watch = EtcdWatch(self, self._count, range_, sink, from_revision, self._identity())
+            watch = EtcdWatch(self, self._count, range_, sink, from_revision, self._connections.store_id)
             self._watches[watch.number] = watch
             if self._requests is not None:
                 self._begin(watch, self._requests)
