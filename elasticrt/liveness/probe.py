@@ -26,7 +26,7 @@ NONCE_MAX = 64
 CONNECTIONS_MAX = 128
 
 
-class ProbeServer:
+class ProbeServer(RequestServer):
     """Answers probes at a free `port` of `address`, from `start` until `close`, on the thread of the agent's `prober`.
 
     The port is bound at once, because the agent announces it before `start`. Questions that come before that wait.
@@ -57,38 +57,30 @@ class ProbeServer:
         self._seats = seats
         self._workers = workers
         self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}  # By incarnation: who asks.
-        self._server = RequestServer(
+        super().__init__(
             prober.thread,
             listener,
-            self._asked,
+            self._question,
             ends=b"\n",
             bytes_max=LINE_MAX_BYTES,
             request_s=QUESTION_S,
             clients_max=CONNECTIONS_MAX,
         )
 
-    def start(self) -> None:
-        """Begin to answer."""
-        self._server.start()
-
-    def close(self) -> None:
-        """Stop answering. From now on the port refuses connections."""
-        self._server.close()
-
-    def _asked(self, client: Client, line: bytes) -> None:
+    def _question(self, client: Client, line: bytes) -> None:
         """Answer a question, now or when its answer is known. Anything else gets no answer."""
         question = fields_in(line) or {}
         nonce = question.get("nonce")
         if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
             log.debug("not a probe: %r", line[:80])
-            self._server.hang_up(client)
+            self.hang_up(client)
             return
         incarnation, generation = self._state()
         answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
         if "about" in question:
             self._check(client, answer, question["about"])
         else:
-            self._answer(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
+            self._say(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
 
     def _check(self, client: Client, answer: dict[str, object], about: object) -> None:
         """Probe the incarnation `about`, once for all clients that ask meanwhile."""
@@ -97,14 +89,14 @@ class ProbeServer:
         if waiting is not None:
             waiting.append((client, answer))
         elif seat is None or len(self._checks) >= CHECKS_MAX:
-            self._answer(client, {**answer, "about": "unknown"})
+            self._say(client, {**answer, "about": "unknown"})
         else:
             self._checks[seat.incarnation] = [(client, answer)]
             self._prober.check(seat, self._checked)
 
     def _checked(self, seat: Seat, found: Answer) -> None:
         for client, answer in self._checks.pop(seat.incarnation):
-            self._answer(client, {**answer, "about": found})
+            self._say(client, {**answer, "about": found})
 
-    def _answer(self, client: Client, answer: dict[str, object]) -> None:
-        self._server.answer(client, json.dumps(answer).encode() + b"\n")
+    def _say(self, client: Client, answer: dict[str, object]) -> None:
+        self.answer(client, json.dumps(answer).encode() + b"\n")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
 
 def test_a_watch_thread_that_dies_is_replaced(agent):
     """Each of its watches ends in words, whoever follows again gets another thread, and the agent lives on."""
-    watcher = Watcher(cast("Connections", None), lambda: "")
+    watcher = Watcher(cast("Connections", SimpleNamespace(store_id="")))  # There is nothing to connect to.
     items: queue.SimpleQueue[object] = queue.SimpleQueue()
     for _ in range(2):
         watcher.add("/x/", items.put, from_revision=1)
