@@ -37,6 +37,7 @@ from elasticrt.ipc.time_bounds import (
     STANDING_IN_PLACE_S,
 )
 from elasticrt.ipc.typed import typed
+from elasticrt.ipc.wording import slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import (
@@ -276,13 +277,13 @@ class HangMonitor:
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
         before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
-        if before.is_certain == self.comparison.is_certain:
+        found = self.comparison.certain
+        if (before.certain is None) == (found is None):
             return
-        found = self.comparison.found if self.comparison.is_certain else None
         node, own_s, others_s = (found.node, found.own_s, found.others_s) if found is not None else ("", 0.0, 0.0)
         self._events.write(events.Straggler(self._state().number, step, node, round(own_s, 4), round(others_s, 4)))
         if found is not None:
-            self._say(found.reason)
+            self._say(slow_node(node, own_s, others_s))
 
     def blame(
         self,

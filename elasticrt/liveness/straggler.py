@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.wording import slow_node
-
 # The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer.
 RATIO = 1.5
 LEAST_S = 0.002
@@ -38,11 +36,6 @@ class Straggler:
     # `own_s`: seconds of its own work in a step; `others_s`: the median of the others.
     own_s: float
     others_s: float
-
-    @property
-    def reason(self) -> str:
-        """The finding, as a sentence."""
-        return slow_node(self.node, self.own_s, self.others_s)
 
 
 @dataclass(frozen=True)
@@ -73,9 +66,9 @@ class Comparison:
         return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
 
     @property
-    def is_certain(self) -> bool:
-        """Whether the same node has been the straggler for long enough."""
-        return self.found is not None and self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN
+    def certain(self) -> Straggler | None:
+        """The straggler, if it has been the same node for long enough."""
+        return self.found if self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN else None
 
 
 def slowest(own_s: Mapping[str, float]) -> Straggler | None:

@@ -32,9 +32,9 @@ def test_stragglers_are_found_and_others_are_not() -> None:
     """W18: of 200 runs with a node that takes twice as long each is found; of 200 without one none is."""
     draw = random.Random(5)
     found = [drawn(draw, draw.randint(2, 8), 2.0, LOOKS_MIN + 1) for _ in range(200)]
-    assert all(each.is_certain and each.found is not None and each.found.node == "n0" for each in found)
-    assert not any(drawn(draw, draw.randint(2, 8), 1.0, LOOKS_MIN + 1).is_certain for _ in range(200))
-    assert not drawn(draw, 4, 2.0, LOOKS_MIN - 1).is_certain, "it is told after several looks"
+    assert all(each.certain is not None and each.certain.node == "n0" for each in found)
+    assert not any(drawn(draw, draw.randint(2, 8), 1.0, LOOKS_MIN + 1).certain for _ in range(200))
+    assert not drawn(draw, 4, 2.0, LOOKS_MIN - 1).certain, "it is told after several looks"
 
 
 def test_a_look_without_a_measurement_changes_nothing() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from elasticrt import events
 from elasticrt.cli.status import show
-from elasticrt.ipc.wording import ANEW
-from elasticrt.liveness.straggler import Straggler
+from elasticrt.ipc.wording import ANEW, slow_node
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report
@@ -467,7 +466,7 @@ def test_a_slow_node_is_told_in_its_generation():
     """In the report, and on the dashboard; until it has caught up."""
     entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
     text = "b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it"
-    assert text == Straggler("b", 0.04, 0.01).reason, "as the terminal says"
+    assert text == slow_node("b", 0.04, 0.01), "as the terminal says"
     told = story(entries)
     assert text in report(told, 6.0)
     assert [5.0, "bad", text] in board(told, 6.0)["sentences"]
