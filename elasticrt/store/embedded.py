@@ -72,10 +72,10 @@ def find(run_id: str) -> Served | None:
         return _living(record_of(directory, run_id))
 
 
-def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float = 30.0) -> Served:
+def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
     """The server of this run on this machine, started if need be: on a socket of this user's, or at `listen`.
 
-    It ends when no member of the run has been there for `linger_s` seconds (much sooner when the run has its result).
+    It ends when no member of the run has been there for half a minute (much sooner when the run has its result).
     Raises StoreError when it does not start; ConfigError when there is no etcd to start, `listen` is not ours to serve
     or the runtime directory is unsafe.
     """
@@ -85,7 +85,7 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
             # No keeper that was killed removes its own record, and its run may never come back.
             for path in directory.glob("*.json"):
                 _living(path)
-            _start(run_id, record, lock_fd, listen, linger_s)
+            _start(run_id, record, lock_fd, listen)
         served = _living(record)
         # The keeper waits for the agent that has found its server: it compares this time before it ends. Where etcd has
         # ended by itself it removes its record meanwhile.
@@ -157,14 +157,13 @@ def _living(record: Path) -> Served | None:
     return None
 
 
-def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, linger_s: float) -> None:
+def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> None:
     """Start a keeper and wait until its server is registered."""
     order = {
         "run_id": run_id,
         "record": str(record),
         "binary": str(etcd_server.find_binary()),
         "listen": None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint")),
-        "linger_s": linger_s,
         "lock_fd": lock_fd,
     }
     try:

@@ -29,6 +29,9 @@ from elasticrt.store.protocol import Address, Store
 LOOK_S = 0.5
 """How often the members are counted. It delays nothing but the keeper's own end."""
 
+LINGER_S = 30.0
+"""A run without members may go on: its server waits so long for the next one."""
+
 AFTER_RESULT_S = 1.0
 """A run that has its result and no members is over this soon."""
 
@@ -42,18 +45,15 @@ LEAVE_S = 60.0
 class Need:
     """Whether a run still needs its server. Times are in seconds on the clock of `now`."""
 
-    def __init__(self, store: Store, run_id: str, linger_s: float, now: float) -> None:
+    def __init__(self, store: Store, run_id: str, now: float) -> None:
         self._store = store
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
-        # The agent that has started the server is about to be the first member, however short the run lingers.
-        self._linger_s, self._after_first_s = max(linger_s, FOUND_S), linger_s
         self._left_at = self._found_at = now
-        self._touched_ns, self._end_by = 0, float("inf")
+        self._touched_ns, self._end_by, self._leaves = 0, float("inf"), False
 
     def leave(self, by: float) -> None:
         """End when the last member has left, or at `by`: they have been asked to leave."""
-        self._linger_s = self._after_first_s = 0.0
-        self._end_by = min(self._end_by, by)
+        self._leaves, self._end_by = True, min(self._end_by, by)
 
     def over(self, touched_ns: int, now: float) -> bool:
         """Whether the server can end. `touched_ns` changes whenever an agent finds it, and will soon be a member."""
@@ -63,13 +63,14 @@ class Need:
             return True
         try:
             if self._store.read(self._members, limit=1).keys:
-                self._left_at, self._linger_s = now, self._after_first_s
+                self._left_at = now
                 return False
+            if self._leaves:
+                return True
             has_result = bool(self._store.read(self._result, limit=1).keys)
         except StoreError:
             return False  # It counts as needed until it answers.
-        after_leaving_s = min(AFTER_RESULT_S, self._linger_s) if has_result else self._linger_s
-        after_finding_s = min(FOUND_S, self._linger_s) if has_result else self._linger_s
+        after_leaving_s, after_finding_s = (AFTER_RESULT_S, FOUND_S) if has_result else (LINGER_S, LINGER_S)
         return now >= max(self._left_at + after_leaving_s, self._found_at + after_finding_s)
 
 
@@ -86,7 +87,7 @@ def keep_up(etcd: EtcdProcess) -> bool:
     return etcd.process.returncode is None
 
 
-def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
+def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
     """Return when etcd has ended or is not needed any more, and its record is removed. Raises StoreError.
 
     SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
@@ -94,7 +95,7 @@ def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals:
     from elasticrt.store.etcd import EtcdStore
 
     store = EtcdStore((etcd.address,))
-    need = Need(store, run_id, linger_s, time.monotonic())
+    need = Need(store, run_id, time.monotonic())
     while keep_up(etcd):
         if need.over(_touched_ns(record), time.monotonic()):
             with embedded.locked():
@@ -146,7 +147,7 @@ def main(text: str) -> None:
                 fcntl.flock(os.open(record, os.O_RDONLY), fcntl.LOCK_SH)
                 _answer("")
                 os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
-                keep(order["run_id"], order["linger_s"], etcd, record, signals)
+                keep(order["run_id"], etcd, record, signals)
             finally:
                 etcd.stop()
     except StoreError as error:

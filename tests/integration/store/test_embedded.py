@@ -19,13 +19,11 @@ import pytest
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.store import embedded
 from elasticrt.store.embedded import Served, find, find_or_start, read_record, runtime_directory
+from elasticrt.store.embedded_supervisor import FOUND_S, LINGER_S
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import claim
 from elasticrt.store.protocol import Address, Put, StoreUnavailable, Txn
 from tests.servers import free_port, refused_to_others, wait_until
-
-LONG_S = 60.0
-"""A linger time that no test waits for."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +75,7 @@ def test_agents_that_start_together_share_one_server() -> None:
     """Of several agents that start at once one starts the server and all get the same; other runs get their own."""
     program = (
         "import json, dataclasses; from elasticrt.store.embedded import find_or_start\n"
-        f"served = find_or_start('r', linger_s={LONG_S})\n"
+        "served = find_or_start('r')\n"
         "print(json.dumps([str(served.address), served.keeper_pid]))"
     )
     agents = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -87,7 +85,7 @@ def test_agents_that_start_together_share_one_server() -> None:
     found = find("r")
     assert found is not None
     assert [str(found.address), found.keeper_pid] == answers[0]
-    other = find_or_start("another", linger_s=LONG_S)
+    other = find_or_start("another")
     assert len(data_directories()) == 2
     assert EtcdStore((other.address,)).read("/").store_id != EtcdStore((found.address,)).read("/").store_id
 
@@ -99,7 +97,7 @@ def test_server_is_for_this_user_alone(runtime: Path) -> None:
     """
     before = os.umask(0)
     try:
-        served = find_or_start("r", linger_s=LONG_S)
+        served = find_or_start("r")
     finally:
         os.umask(before)
     etcd = psutil.Process(etcd_pid(served))
@@ -117,29 +115,31 @@ def test_place_of_the_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    served = find_or_start("r", linger_s=LONG_S)
+    served = find_or_start("r")
     assert served.address.host.startswith("/tmp/elasticrt-etcd-")
     store = EtcdStore((served.address,))
     assert len(store.read("/").keys) == 0
     store.close()
 
 
+@pytest.mark.slow
 def test_ends_without_members(runtime: Path) -> None:
-    """Nobody comes: after the linger time the server has ended and nothing is left."""
-    served = find_or_start("r", linger_s=0.3)
-    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+    """Nobody comes: after half a minute the server has ended and nothing is left."""
+    served = find_or_start("r")
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended", 2 * LINGER_S)
     assert find("r") is None
     assert not list(runtime.glob("*"))
 
 
 def test_stays_while_there_are_members(runtime: Path) -> None:
-    """A member's key keeps the server beyond the linger time; when the last is gone, it ends."""
-    served = find_or_start("r", linger_s=0.3)
+    """A member's key keeps the server of a run that has its result; when the last is gone, it ends."""
+    served = find_or_start("r")
+    write(served, "result/1")
     one, two = write(served, "members/a", 60), write(served, "members/b", 60)
     store = EtcdStore((served.address,))
     wait_until(lambda: _revoked(store, one), "the server is back")
     with pytest.raises(subprocess.TimeoutExpired):
-        psutil_wait(served.keeper_pid, 1.0)
+        psutil_wait(served.keeper_pid, FOUND_S + 1.0)
     assert not gone(served.keeper_pid)
     store.revoke(two)
     store.close()
@@ -156,7 +156,7 @@ def psutil_wait(pid: int, timeout_s: float) -> None:
 
 def test_ends_soon_after_the_result(runtime: Path) -> None:
     """A run with a result and without members needs no server, however long it would linger otherwise."""
-    served = find_or_start("r", linger_s=LONG_S)
+    served = find_or_start("r")
     lease = write(served, "members/a", 60)
     write(served, "result/1")
     store = EtcdStore((served.address,))
@@ -165,21 +165,22 @@ def test_ends_soon_after_the_result(runtime: Path) -> None:
     wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
 
 
+@pytest.mark.slow
 def test_members_that_were_killed(runtime: Path) -> None:
     """When every agent was killed their leases expire, and the server ends by itself."""
-    served = find_or_start("r", linger_s=0.2)
+    served = find_or_start("r")
     write(served, "members/a", 1)
-    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended", 2 * LINGER_S)
 
 
 def test_killed_keeper(runtime: Path) -> None:
     """With its keeper the server dies at once; the next agent removes what is left and starts another, empty one."""
-    first = find_or_start("r", linger_s=LONG_S)
+    first = find_or_start("r")
     write(first, "generation")
     old_etcd, old_data = etcd_pid(first), data_directories()
     os.kill(first.keeper_pid, signal.SIGKILL)
     wait_until(lambda: gone(old_etcd), "etcd died with its keeper")
-    second = find_or_start("r", linger_s=LONG_S)
+    second = find_or_start("r")
     assert second.keeper_pid != first.keeper_pid
     assert not set(old_data) & set(data_directories())
     store = EtcdStore((second.address,))
@@ -189,24 +190,24 @@ def test_killed_keeper(runtime: Path) -> None:
 
 def test_killed_keeper_of_another_run(runtime: Path) -> None:
     """What a killed keeper left is removed by the next start of any run."""
-    first = find_or_start("r", linger_s=LONG_S)
+    first = find_or_start("r")
     old_data = data_directories()
     os.kill(first.keeper_pid, signal.SIGKILL)
     wait_until(lambda: gone(first.keeper_pid), "the keeper died")
-    find_or_start("another", linger_s=LONG_S)
+    find_or_start("another")
     assert not set(old_data) & set(data_directories())
     assert sorted(path.name for path in runtime.iterdir()) == ["another.json"]
 
 
 def test_killed_server(runtime: Path) -> None:
     """When etcd dies its keeper removes everything and ends; the next agent gets a fresh server of another identity."""
-    first = find_or_start("r", linger_s=LONG_S)
+    first = find_or_start("r")
     store = EtcdStore((first.address,))
     identity = store.read("/").store_id
     store.close()
     os.kill(etcd_pid(first), signal.SIGKILL)
     wait_until(lambda: nothing_is_left(first, runtime), "the keeper cleaned up")
-    second = find_or_start("r", linger_s=LONG_S)
+    second = find_or_start("r")
     store = EtcdStore((second.address,))
     assert store.read("/").store_id != identity
     store.close()
@@ -214,11 +215,11 @@ def test_killed_server(runtime: Path) -> None:
 
 def test_keeper_asked_to_end(runtime: Path) -> None:
     """SIGINT ends keeper and server in order, also with members; SIGTERM when there are none."""
-    served = find_or_start("r", linger_s=LONG_S)
+    served = find_or_start("r")
     write(served, "members/a", 60)
     os.kill(served.keeper_pid, signal.SIGINT)
     wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
-    served = find_or_start("r", linger_s=LONG_S)
+    served = find_or_start("r")
     os.kill(served.keeper_pid, signal.SIGTERM)
     wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
 
@@ -234,14 +235,14 @@ def _revoked(store: EtcdStore, lease: int) -> bool:
 
 def test_sigterm_to_everybody(runtime: Path) -> None:
     """K04: after SIGTERM to keeper and server the members are served until the last has left; nothing is lost."""
-    served = find_or_start("r", linger_s=LONG_S)
+    served = find_or_start("r")
     one, two = write(served, "members/a", 60), write(served, "members/b", 60)
     for pid in (served.keeper_pid, etcd_pid(served)):
         os.kill(pid, signal.SIGTERM)
     store = EtcdStore((served.address,))
     wait_until(lambda: _revoked(store, one), "the server is back")
     with pytest.raises(subprocess.TimeoutExpired):
-        psutil_wait(served.keeper_pid, 1.0)
+        psutil_wait(served.keeper_pid, FOUND_S + 1.0)
     assert [each.key for each in store.read("/elasticrt/r/members/").keys] == ["/elasticrt/r/members/b"]
     write(served, "checkpoint")
     store.revoke(two)
@@ -252,7 +253,7 @@ def test_sigterm_to_everybody(runtime: Path) -> None:
 def test_serves_where_it_is_told() -> None:
     """With `listen` the server is at that address; if somebody else has the port, that is said."""
     address = Address("http", "127.0.0.2", free_port())
-    served = find_or_start("r", listen=address, linger_s=LONG_S)
+    served = find_or_start("r", listen=address)
     assert served.address == address
     with pytest.raises(ConfigError, match=r"port can't be had.*in use"):
         find_or_start("another", listen=address)
@@ -282,7 +283,7 @@ def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own ETCD_ variables, which would stop etcd from starting, do not reach it."""
     monkeypatch.setenv("ETCD_NAME", "mine")
     monkeypatch.setenv("ETCD_DATA_DIR", "/nonexistent")
-    assert find_or_start("r", linger_s=LONG_S).lives()
+    assert find_or_start("r").lives()
 
 
 @pytest.fixture
@@ -341,7 +342,7 @@ def test_unsafe_runtime_directory(runtime: Path, tmp_path: Path) -> None:
 
 def test_the_record_of_a_server_is_locked_while_it_lives(runtime: Path) -> None:
     """Else systemd-tmpfiles removes it from /tmp when it is old, and the next agent starts a second server."""
-    find_or_start("r", linger_s=LONG_S)
+    find_or_start("r")
     with (runtime / "r.json").open() as record, pytest.raises(BlockingIOError):
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
