@@ -16,6 +16,7 @@ without a Loop have no `entered`; they are re-formed at once, as torchrun would.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,7 +124,7 @@ def _after_waiting(led: LeaderContext) -> Decision:
     ready = ready if len(ready) >= led.spec.min_nodes else startable(led.view)
     new = [entry.record.node for entry in ready if _has_more(led, entry)]
     if new:
-        return re_form(led, "join", f"{list_names(new)} joined")
+        return re_form(led, "join", _arrival(led, new))
     return re_form(led, "resize", f"resized to at least {counted(led.spec.min_nodes, 'node')}")
 
 
@@ -220,7 +221,17 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
     paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" else 0.0)
     if led.now < max(quiet, paid):
         return Wait(f"{list_names(since)} will join", max(quiet, paid))
-    return Reconfiguration("join", f"{list_names(since)} joined")
+    return Reconfiguration("join", _arrival(led, since))
+
+
+def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:
+    """Who is let in: nodes, and workers of nodes that take part already."""
+    members = led.view.members.values()
+    seated = {entry.record.node for entry in members if led.view.seat_of(entry.record) is not None}
+    new, again = set(nodes) - seated, seated.intersection(nodes)
+    parts = [f"{list_names(new)} joined"] if new else []
+    parts += [f"a new worker of {list_names(again)} joined"] if again else []
+    return ", ".join(parts)
 
 
 def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
