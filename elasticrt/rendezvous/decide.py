@@ -81,6 +81,9 @@ for the copies of survivors that cannot go on in place."""
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
+HOLDING_S = 0.25
+"""Whoever is asked to hold asks after this time whether the leader lives. A handover usually takes some 10 ms."""
+
 AT_ONCE_S = 1.0
 """Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One
 that took longer may have been this node's own, and over by the time that another node answers."""
@@ -143,7 +146,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     step = handing_over(me, view)
     if step is not None:
         return step
-    return _lead(me, view, now) if view.leads else _follow(me, view)
+    return _lead(me, view, now) if view.leads else _follow(me, view, now)
 
 
 def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
@@ -212,9 +215,10 @@ def _drained(me: Me, view: View) -> Leave:
     return Leave(f"drained: too few nodes are left to go on after step {me.going:,}", saving=me.going)
 
 
-def _follow(me: Me, view: View) -> Decision:
+def _follow(me: Me, view: View, now: float) -> Decision:
     """A member that does not lead waits for the leader. After a failure it makes sure that there still is one.
 
+    So it does where the leader has asked all to hold: their workers wait for nobody else, and none fails of its end.
     What it heard before it registered last does not count: it may have led, and been cut off.
     """
     leader = view.members.get(view.oldest or "")
@@ -222,10 +226,16 @@ def _follow(me: Me, view: View) -> Decision:
         return Wait("looking for the leader")
     standing = me.standing_since if me.running == view.number else None  # Workers that are replaced do not count.
     trouble = [at for at in (me.failed_at, standing) if at is not None]
-    if not trouble or me.started != view.number:
-        return Wait(f"{leader.record.node} leads")
-    since = max(*trouble, view.members[me.record.node].since)
     what = "steps stand still" if me.failed_at is None else "workers failed"
+    again = None
+    if not trouble and view.handover is not None:
+        # The last time to ask: one that comes twice as late each time, as a long step may be what all wait for.
+        asked_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - view.handover.since, HOLDING_S / 2) / HOLDING_S))
+        trouble = [view.handover.since + asked_s] if asked_s >= HOLDING_S else []
+        what, again = view.handover.record.cause, view.handover.since + 2 * asked_s
+    if not trouble or me.started != view.number:
+        return Wait(f"{leader.record.node} leads", again)
+    since = max(*trouble, view.members[me.record.node].since)
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
         return Fence(f"the leader {leader.record.node} does not exist any more", leader)
@@ -233,7 +243,7 @@ def _follow(me: Me, view: View) -> Decision:
         return Probe(f"{what}: does the leader {leader.record.node} live?", seats_for([leader]))
     if verdict.kind == "silent":
         return _without_leader(view, me, leader, since)
-    return Wait(f"{what}; {leader.record.node} leads")
+    return Wait(f"{what}; {leader.record.node} leads", again)
 
 
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:

@@ -234,7 +234,8 @@ class LifeSpans:
             case events.Ready() if self._failed_at is not None:  # This worker replaces one that has failed.
                 self._train_to(self._failed_at)
                 self._to(at, SET_UP)
-                self._mode, self._failed_at = "ready", None
+                # The others may have agreed to go on without it before.
+                self._mode, self._failed_at = "ready" if self._newest == self._generation else "idle", None
             case events.StandsBy():
                 self._left_out(at, at - event.age_s)
                 if self._mode in ("idle", "ready"):

@@ -73,7 +73,9 @@ def paces(story: Story, now: float | None = None) -> str:
     if not story.counts:
         return "steps are not counted: the script has no Loop"
     text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
-    if story.scalars:
+    told = {life.node for life in story.lives}
+    # A node without a seat knows numbers of an earlier generation, beside the newest step.
+    if story.scalars and story.chapter is not None and not told.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     none = "" if story.elsewhere() else "; no checkpoint"
     text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else none
@@ -87,7 +89,9 @@ def speed(story: Story, now: float | None = None) -> str:
     first = story.last_step_at if story.first_step_at is None else story.first_step_at
     # Without the time in which no agent ran.
     took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
-    return f"{(made(story) - 1) / took_s:.1f} steps/s" if took_s > 0 and made(story) > 1 else ""
+    # The last steps may be known by their commit alone.
+    steps = made(story) - max(0, story.checkpoint - story.newest)
+    return f"{(steps - 1) / took_s:.1f} steps/s" if took_s > 0 and steps > 1 else ""
 
 
 def worth(story: Story, now: float | None = None) -> str:

@@ -187,6 +187,7 @@ class Loop:
                 self._state.position = position.closed(cut_short=cut_short)
                 self._undo.outside = None
                 self._boundary()
+            self._reporter.end()
             while not self._world.ends_with(self._saving.last):
                 pass
             self._saving.checkpointer.finish()

@@ -42,6 +42,7 @@ class Reporter:
         self._resumed_from = 0
         self._first = True
         self._next_ns = 0
+        self._untold: tuple[int, int, int] | None = None  # The last step, if it is not told: with epoch and time.
         # The user's numbers: as they came, and as they were read last.
         self._kept: dict[str, float | torch.Tensor] = {}
         self._scalars: dict[str, float] = {}
@@ -78,6 +79,7 @@ class Reporter:
         self._page.samples = self._samples()
         self._page.finished(step, now_ns)
         self._page.entered = step + 1
+        self._untold = (step, epoch, now_ns)
         if not self._link.linked or now_ns < self._next_ns:
             return
         self._next_ns = now_ns + _REPORT_NS
@@ -85,11 +87,22 @@ class Reporter:
             self._waits_at_ns = now_ns + _READ_NS
             self._read_waits()
         if self._kept and now_ns - self._scalars_at_ns >= _READ_NS:
-            self._scalars_at_ns = now_ns
-            self._scalars = {name: float(value) for name, value in self._kept.items()}
-        message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self._scalars))
-        if self._link.post(message):
-            self._first = False
+            self._read_scalars(now_ns)
+        self._tell(*self._untold)
+
+    def end(self) -> None:
+        """No step follows: the last one is told, with the user's numbers as they are."""
+        if self._link.linked and self._untold is not None:
+            self._read_scalars(time.monotonic_ns())
+            self._tell(*self._untold)
+
+    def _tell(self, step: int, epoch: int, at_ns: int) -> None:
+        if self._link.post(Step(step, epoch, at_ns, self._resumed_from, self._first, dict(self._scalars))):
+            self._first, self._untold = False, None
+
+    def _read_scalars(self, now_ns: int) -> None:
+        self._scalars_at_ns = now_ns
+        self._scalars = {name: float(value) for name, value in self._kept.items()}
 
     def _read_waits(self) -> None:
         """Add what was measured since the last call to the page's totals."""

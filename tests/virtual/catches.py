@@ -300,6 +300,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S16",
         "a member knows that it is in the past, and not its seat",
     ),
+    "_follow without: not trouble and view.handover is not None": (
+        "L1",
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+    ),
     "_follow without: verdict is not None and verdict.kind == 'dead'": ("L1", "the leader is killed"),
     "_follow without: verdict is None or verdict.asked_at < since or (verdict.kind == 'silent' and ret": (
         "L1",

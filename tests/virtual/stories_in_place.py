@@ -23,6 +23,15 @@ IN_PLACE: list[Plan] = [
     _living("a node is killed, and the others go on", 3, Fault(6.0, "crash", "n1"), generations_max=3),
     _living("the leader is killed, and the others go on", 3, Fault(6.0, "crash", "leader"), generations_max=3),
     _living(
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+        4,
+        Fault(0.001, "crash", "leader", on="Hold: asked to hold"),
+        arrivals=(0.0, 0.1, 0.2, 6.0),
+        generations_max=3,
+        commit_every=5,
+        commits_within_s=3.8,
+    ),
+    _living(
         "two nodes are killed at once, and the others go on",
         4,
         Fault(6.0, "crash", "n1"),

@@ -128,6 +128,16 @@ EVALUATED = events.Recovery(2, 8.0, {"detect": 500, "start": 1000, "restore": 50
         ),
         pytest.param(
             [
+                (8.0, "a", events.WorkerEnded(1, 0, 11, -9, "rank 0 on a: killed by SIGKILL")),
+                (8.25, "a", events.StandsBy(**vars(begun(2, "b", "failure")))),
+                (9.0, "a", events.Ready(0)),
+                (15.0, "a", events.AgentStopped(0)),
+            ],
+            {**START, "train": 4.5, "detect": 0.25, "set-up": 1.75, "standby": 6.0},
+            id="the same, until the end: the others have gone on before its replacement was ready",
+        ),
+        pytest.param(
+            [
                 (6.0, "a", events.StandsBy(**vars(begun(2, "b", "failure")), age_s=2.0)),
                 (7.0, "a", events.Ready(0)),
                 (10.0, "a", begun(3, "ab", "join")),

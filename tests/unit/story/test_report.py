@@ -115,6 +115,21 @@ def test_a_node_that_has_stood_by_counts_the_steps_since_it_was_let_in():
     assert summary(story([*stood_by, *let_in]))[0] == "seen from this node: 51 steps, 10.0 steps/s"
 
 
+def test_a_node_that_stands_by_at_the_end_claims_no_more_than_it_knows():
+    """The newest step is known by its commit; its own last step tells the speed, and numbers of that are not shown."""
+    told = [
+        *THREE_STEPS,
+        (7.0, "a", events.Step(1, 30, 0, {"loss": 3.5})),
+        (8.0, "a", events.StandsBy(**vars(begun(2, "c", "failure")))),
+        (60.0, "a", events.Committed(300, 2)),
+    ]
+    line = summary(story(told))[0]
+    assert line.startswith("seen from this node: 300 steps, ")
+    assert line.endswith("newest checkpoint: step 300")
+    assert float(line.split(", ")[1].removesuffix(" steps/s; newest checkpoint: step 300")) < 30
+    assert "loss" not in line
+
+
 def test_a_run_without_a_step_claims_nothing():
     """It was at its end already: neither a goodput nor that no step was lost."""
     nothing = [entry for entry in THREE_STEPS if entry[0] < 4.0]

@@ -651,7 +651,7 @@ def test_a_borrowed_sample_never_counts(tmp_path):
 
 
 def test_reports_to_the_agent(tmp_path, monkeypatch):
-    """The first step at once and few after it; every step on the page; the commit through the agent (S10)."""
+    """The first step at once, few after it, the last; every step on the page; the commit through the agent (S10)."""
     agent = Agent()
     page_fd = StatusPage.create()
     page = StatusPage(page_fd)
@@ -662,13 +662,14 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
             for batch in run.loop.batches(run.loader):
                 entered.append((page.entered, page.step))
                 run.train(batch)
-                run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=3)
+                run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=2 + len(entered))
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
     assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
     assert (page.step, page.entered) == (4, 5)
     assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
     assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
+    assert (steps[-1].step, steps[-1].scalars) == (4, {"loss": 0.25, "rate": 6.0})
     assert len(steps) < 4
 
 
