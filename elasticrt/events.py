@@ -163,8 +163,8 @@ class Step(Event):
     generation: int  # The generation.
     step: int  # The step, counted over the whole run.
     epoch: int  # The epoch, from 0.
-    # The numbers given to `loop.report`, by name, at most a second old, of the last step its own; "nan", "inf" or "-inf"
-    # as a text.
+    # The numbers given to `loop.report`, by name, at most a second old, of the last step its own; "nan", "inf"
+    # or "-inf" as a text.
     scalars: dict[str, float] = field(default_factory=dict)
 
 
