@@ -17,7 +17,7 @@ OPEN = Path("/proc/self/fd")
 def test_a_sheltered_process_that_has_ended_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader starts its processes anew in each epoch, and a run may have very many of these."""
     with under(Agent(), monkeypatch):
-        open_before = len(list(OPEN.iterdir()))
+        open_before = set(OPEN.iterdir())
         for _ in range(3):
             with sheltered():
                 process = multiprocessing.get_context("fork").Process(target=os.getpid)
@@ -25,4 +25,5 @@ def test_a_sheltered_process_that_has_ended_leaves_no_descriptors(monkeypatch: p
             process.join(60)
             assert process.exitcode == 0
         del process
-        assert len(list(OPEN.iterdir())) == open_before
+        # Others may be closed meanwhile, when what an earlier test has left is collected.
+        assert set(OPEN.iterdir()) <= open_before
