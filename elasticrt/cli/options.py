@@ -184,9 +184,9 @@ def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> d
     for field, option in options_of(kind).items():
         texts = [(option.names[0], getattr(arguments, _dest(option), None))]
         texts += [(name, env[name]) for name in variables(option) if name in env and name != hidden]
-        for where, text in texts[::-1]:  # The first one counts.
-            if text is not None:
-                found[field] = option, text, where
+        first = next(((text, where) for where, text in texts if text is not None), None)
+        if first is not None:
+            found[field] = option, *first
     return found
 
 
