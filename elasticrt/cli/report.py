@@ -163,7 +163,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
         now = story.present(time.time())
         goodput = f"{story.goodput(now):.1%}"
-        nodes = str(len({life.node for life in story.lives}))
+        nodes = str(len(story.told_by))
         state = sentences.state(story, now)
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state

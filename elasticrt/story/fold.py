@@ -509,8 +509,13 @@ class Story:
 
     def elsewhere(self) -> list[str]:
         """The nodes of the newest generation of which no event is known: each writes to a directory of its own."""
-        known = {life.node for life in self.lives}
+        known = self.told_by
         return [node for node in (self.chapter.nodes if self.chapter is not None else ()) if node not in known]
+
+    @property
+    def told_by(self) -> set[str]:
+        """The nodes whose agents have told of this run."""
+        return {life.node for life in self.lives}
 
     def seated(self) -> list[Life]:
         """The lives of agents that run, and have a seat in the newest generation."""

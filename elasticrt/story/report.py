@@ -31,7 +31,7 @@ def report(story: Story, now: float | None = None) -> list[str]:
 
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
-    nodes = sorted({life.node for life in story.lives})
+    nodes = sorted(story.told_by)
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
     remedy = to_go_on(story) if story.result is not None else ""  # Else the state has it.
     return [*lines, *sums(story, now), *([remedy] if remedy else [])]
@@ -73,9 +73,8 @@ def paces(story: Story, now: float | None = None) -> str:
     if not story.counts:
         return "steps are not counted: the script has no Loop"
     text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
-    told = {life.node for life in story.lives}
     # A node without a seat knows numbers of an earlier generation, beside the newest step.
-    if story.scalars and story.chapter is not None and not told.isdisjoint(story.chapter.nodes):
+    if story.scalars and story.chapter is not None and not story.told_by.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     none = "" if story.elsewhere() else "; no checkpoint"
     text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else none
@@ -108,7 +107,7 @@ def worth(story: Story, now: float | None = None) -> str:
 def changes(story: Story) -> str:
     """The number of changes of membership, and their cost."""
     lost = sum(chapter.redone or 0 for chapter in story.chapters)
-    told, last = {life.node for life in story.lives}, None if story.succeeded else story.chapter
+    told, last = story.told_by, None if story.succeeded else story.chapter
     # A generation that ends before its first step has lost none, as far as its own nodes tell of it.
     unknown = [each for each in story.chapters if each is last or told.isdisjoint(each.nodes)]
     trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]

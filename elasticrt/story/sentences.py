@@ -239,7 +239,7 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
     if goodput is not None:
-        whole = chapter is None or {life.node for life in story.lives}.issuperset(chapter.nodes)
+        whole = chapter is None or story.told_by.issuperset(chapter.nodes)
         parts.append(f"goodput {goodput:.0%}" + ("" if whole else " here"))
     return "  ".join(parts)
 
