@@ -67,7 +67,7 @@ from elasticrt.rendezvous.leader_context import (
     too_few,
     unavailable,
 )
-from elasticrt.rendezvous.reconfiguration import handing_over, planned
+from elasticrt.rendezvous.reconfiguration import HOLDING_S, ask_times, handing_over, planned
 from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
@@ -80,9 +80,6 @@ for the copies of survivors that cannot go on in place."""
 
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
-
-HOLDING_S = 0.25
-"""Whoever is asked to hold asks after this time whether the leader lives. A handover usually takes some 10 ms."""
 
 AT_ONCE_S = 1.0
 """Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One
@@ -229,10 +226,7 @@ def _follow(me: Me, view: View, now: float) -> Decision:
     what = "steps stand still" if me.failed_at is None else "workers failed"
     again = None
     if not trouble and view.handover is not None:
-        # The last time to ask: one that comes twice as late each time, as a long step may be what all wait for.
-        asked_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - view.handover.since, HOLDING_S / 2) / HOLDING_S))
-        trouble = [view.handover.since + asked_s] if asked_s >= HOLDING_S else []
-        what, again = view.handover.record.cause, view.handover.since + 2 * asked_s
+        what, (trouble, again) = view.handover.record.cause, ask_times(view.handover, now)
     if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads", again)
     since = max(*trouble, view.members[me.record.node].since)
@@ -469,14 +463,19 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     A failure report, or steps that stand still, are evidence against all nodes. A missing member key is evidence
-    against its own node. A silence in the generation before, or long before the key went, does not answer it. An
-    isolated leader also asks a node that has registered again since it was silent: the isolation may be over. And a
-    silence counts beside what is heard at the same time: who was silent before another answered is asked again.
+    against its own node, and so is an answer in a handover that is late. A silence in the generation before, or long
+    before the key went, does not answer it. An isolated leader also asks a node that has registered again since it was
+    silent: the isolation may be over. And a silence counts beside what is heard at the same time: who was silent before
+    another answered is asked again.
     """
     if led.has_left(seat):
         return False
     verdict, key = led.view.verdicts.get(seat.incarnation), led.key_of(seat)
     evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
+    if led.view.handover is not None and seat in led.to_answer:
+        # Whoever has not said that it holds is asked once: it is not waited for much longer.
+        first = math.inf if led.view.handover.record.step else led.view.handover.since + HOLDING_S
+        evidence += ask_times(led.view.handover, min(led.now, first))[0]
     if key is None:
         vanished, heard = led.vanished_at(seat), verdict is None or verdict.kind == "alive"
         evidence.append(vanished if heard else max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s))

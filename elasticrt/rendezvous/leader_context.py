@@ -131,6 +131,15 @@ class LeaderContext:
         return [seat for seat, key in keys if key is not None and key.record.draining]
 
     @cached_property
+    def to_answer(self) -> frozenset[Seat]:
+        """The seats whose nodes have still to say that they hold, or that they have left after the agreed step."""
+        asked, reports = self.view.handover, self.view.reports
+        if asked is None or asked.record.step:
+            return frozenset(seat for seat in self.seats if not self.said(seat, "held"))
+        holding = {seat: reports[seat.node].record.handover for seat in self.seats if self.said(seat, "holding")}
+        return frozenset(seat for seat in self.seats if holding.get(seat) != asked.create_revision)
+
+    @cached_property
     def patience_s(self) -> float:
         """For how long nodes that leave wait for others before they give up what they wait for."""
         return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.leaving)

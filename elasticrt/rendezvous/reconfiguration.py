@@ -43,6 +43,10 @@ JOIN_COST_FACTOR = 20
 HOLD_S_MAX = 2.0
 """Agents answer a "hold" at once, whatever their workers do."""
 
+HOLDING_S = 0.25
+"""Whoever waits for an answer in a handover asks after this time whether the other lives: workers that hold wait for
+nobody, so that none fails of its end. A handover usually takes some 10 ms."""
+
 
 @dataclass(frozen=True)
 class Reconfiguration:
@@ -51,6 +55,15 @@ class Reconfiguration:
     kind: Literal["join", "drain", "resize"]
     cause: str
     save: bool = False
+
+
+def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], float]:
+    """In a handover: the last time to ask whether those live that are waited for, if there was one, and the next.
+
+    Each comes twice as late as the one before, as a long step may be what all wait for.
+    """
+    late_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - asked.since, HOLDING_S / 2) / HOLDING_S))
+    return [asked.since + late_s] if late_s >= HOLDING_S else [], asked.since + 2 * late_s
 
 
 def handing_over(me: Me, view: View) -> Decision | None:
@@ -85,11 +98,11 @@ def planned(led: LeaderContext) -> Decision:
     if asked is None:
         return Ask(f"{wish.cause}: hold", HandoverRecord(generation=led.generation.number, cause=wish.cause))
     if not asked.record.step:
-        return _after_hold(led, wish, asked.create_revision, asked.since)
-    missing, told_at = [seat for seat in led.seats if not led.said(seat, "held")], left_until(led)
-    if missing and led.now < told_at:
+        return _after_hold(led, wish, asked)
+    missing, until = led.to_answer, left_until(led)
+    if missing and led.now < until:
         to_come = list_names(seat.node for seat in missing)
-        until = told_at if told_at < math.inf else None
+        until = min(until, ask_times(asked, led.now)[1])
         return Wait(f"all leave after step {asked.record.step}; {to_come} to come", until)
     if missing:
         return _given_up(led, wish)
@@ -128,19 +141,15 @@ def _after_waiting(led: LeaderContext) -> Decision:
     return re_form(led, "resize", f"resized to at least {counted(led.spec.min_nodes, 'node')}")
 
 
-def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since: float) -> Decision:
+def _after_hold(led: LeaderContext, wish: Reconfiguration, asked: Stored[HandoverRecord]) -> Decision:
     """All have been asked to hold: when all have said how far they are, agree on the furthest."""
-    entered, missing = [], []
-    for seat in led.seats:
-        report = led.view.reports.get(seat.node)
-        if report is not None and report.record.status == "holding" and report.record.handover == handover:
-            entered.append(report.record.entered)
-        else:
-            missing.append(seat)
+    missing = led.to_answer
+    entered = [led.view.reports[seat.node].record.entered for seat in led.seats if seat not in missing]
     if 0 in entered:
         return re_form(led, wish.kind, wish.cause)
-    until = since + HOLD_S_MAX
+    until = asked.since + HOLD_S_MAX
     if missing and led.now < until:
+        until = min(until, ask_times(asked, led.now)[1])
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
     # Who runs it and does not answer may just have ended. Who has not begun it, as a build goes on there, has no step.
     if missing and wish.kind == "join" and all(led.runs(seat) for seat in missing):

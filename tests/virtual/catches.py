@@ -349,6 +349,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L8",
         "the restarts are spent, and those that live save first",
     ),
+    "_suspected without: led.view.handover is not None and seat in led.to_answer": (
+        "L1",
+        "a node is killed when all were told to go for a newcomer, and the leader has no seat to notice it",
+    ),
     "_suspected without: key is not None and led.isolated": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
@@ -383,7 +387,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "planned without: led.generation.waits": ("L1", "too few are left, and wait with their state for one that sets up"),
     "planned without: asked is not None and (not asked.record.step)": ("L6", "a newcomer goes again"),
     "planned without: not asked.record.step": ("S10", "a newcomer comes while the last workers leave"),
-    "planned without: missing and led.now < told_at": ("S10", "a node joins, and nothing is lost"),
+    "planned without: missing and led.now < until": ("S10", "a newcomer comes while the last workers leave"),
     "planned without: missing": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "planned without: wish.save and (not asked.record.save)": (
         "S10",
@@ -397,10 +401,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_after_waiting without: short is not None": (
         "L6",
         "too few are left, and wait with their state for one that sets up",
-    ),
-    "_after_hold without: report is not None and report.record.status == 'holding' and (report.record.hand": (
-        "L1",
-        "a node joins, and nothing is lost",
     ),
     "_after_hold without: 0 in entered": ("L8", "the leader is killed"),
     "_after_hold without: missing and led.now < until": (

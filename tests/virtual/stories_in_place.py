@@ -32,6 +32,16 @@ IN_PLACE: list[Plan] = [
         commits_within_s=3.8,
     ),
     _living(
+        "a node is killed when all were told to go for a newcomer, and the leader has no seat to notice it",
+        3,
+        Fault(6.0, "worker_killed", "n0"),
+        Fault(0.001, "crash", "n2", on="n2.1 Go"),
+        setup_s=2.0,
+        generations_max=4,
+        commit_every=1,
+        commits_within_s=2.5,
+    ),
+    _living(
         "two nodes are killed at once, and the others go on",
         4,
         Fault(6.0, "crash", "n1"),
