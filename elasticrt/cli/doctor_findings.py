@@ -65,9 +65,10 @@ def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
+    default = "" if server.quota_bytes else " (the default)"  # Before 3.6 etcd does not tell its quota.
     times = "" if troubles else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     return _judged(
-        f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)} used",
+        f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)}{default} used",
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),

@@ -292,7 +292,7 @@ _REMEDIES = {
     "invalid user id or password": _CHECK_LOGIN,
     "unauthenticated": _CHECK_LOGIN,
     "permission denied": "The etcd user needs readwrite permission on the prefix of the run",
-    "space exceeded": "etcd is full: compact and defragment it, or raise its quota",
+    "space exceeded": "etcd is full: compact and defragment it or raise its quota, then `etcdctl alarm disarm`",
     "unimplemented": "Is this etcd 3.4 or newer?",
 }
 """By a part of the code and text of a refusal."""

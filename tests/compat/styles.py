@@ -136,9 +136,9 @@ class Nodes(Cluster):
         return command
 
     def written(self, event: str) -> list[dict]:
-        """Events of one kind, from the files in the run's directory, in order of time."""
+        """Events of one kind, in order of time. With --standalone the run has a name, and a directory, of its own."""
         found = []
-        for path in self.run_dir.glob("events-*.jsonl"):
+        for path in self.run_dir.parent.glob("*/events-*.jsonl"):
             for line in path.read_text().split("\n")[:-1]:
                 fields = json.loads(line)
                 if fields["event"] == event:

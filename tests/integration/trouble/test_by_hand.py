@@ -176,7 +176,9 @@ def test_etcd_has_no_space(tmp_path: Path) -> None:
             assert any("could not be saved" in agent.text() and "full" in agent.text() for agent in run.agents.values())
             late = run.start("n2")
             assert late.process.wait(30) == 4
-            assert "etcd is full: compact and defragment it, or raise its quota" in late.text()
+            assert (
+                "etcd is full: compact and defragment it or raise its quota, then `etcdctl alarm disarm`" in late.text()
+            )
             kill(run.holder_of_rank(1).worker_pids()[1])
             run.wait("both workers have ended", lambda: len(run.events("worker_ended")) >= 2)
             run.wait_for_silence(2.0)
