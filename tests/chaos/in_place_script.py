@@ -3,10 +3,10 @@
     python in_place_script.py DIRECTORY EPOCHS [key=value ...]
 
 DIRECTORY/faults.json is a list of faults: {"point", "rank", "how", "world", "step"}. A fault is due when all before it
-have happened, the world has the size that it wants (0: any; the full one: what was lost is back), and `step` steps have
-been made since the last one; with "skip" not before the point was passed so often, with "after" so many seconds later.
-Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its finished steps to a file of
-its own, at the end of the step's block.
+have happened, the world has the size that it wants (0: any; the full one: what was lost is back), and its process has
+made `step` steps since the last one; with "skip" not before the point was passed so often, with "after" so many seconds
+later. Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its finished steps to a
+file of its own, at the end of the step's block.
 
 With requests=PORT a server is asked, at each step, on connections that were opened while groups were made.
 
@@ -57,13 +57,13 @@ class Faults:
         self._next = 0
         self._since = 0
         self._passed = 0
-        self.step = self.rank = self.world = 0
+        self.own = self.step = self.rank = self.world = 0
 
     def due(self, point: str) -> bool:
         """Whether the next fault is this process's, here and now."""
         while self._next < len(self._plan) and (DIRECTORY / f"fault-{self._next}").exists():
             self._next += 1
-            self._since, self._passed = self.step, 0
+            self._since, self._passed = self.own, 0
         if self._next == len(self._plan):
             return False
         fault = self._plan[self._next]
@@ -71,7 +71,7 @@ class Faults:
             point in fault["point"].split("|")
             and fault["rank"] in (self.rank, -1)
             and fault["world"] in (0, self.world)
-            and self.step >= self._since + fault.get("step", 3)
+            and self.own >= self._since + fault.get("step", 3)
         )
 
     def pace(self) -> None:
@@ -263,6 +263,7 @@ def main() -> None:
                     optimizer.zero_grad()
                     scheduler.step()
                 loop.vars["samples"] += BATCH
+                FAULTS.own += 1
                 line = (time.monotonic(), ctx.generation, ctx.rank, ctx.world_size, loop.steps_done + 1, loss.item())
                 out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")
             look()

@@ -170,8 +170,11 @@ def check_weights(found: Run, factory: pytest.TempPathFactory, *words: str) -> N
 
 @pytest.mark.slow
 def test_one_after_the_other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """W02, W03: of four workers three are killed, rank 0 too; the others and their replacements do what all did."""
-    plan = [fault("last bucket", 0, world=4), fault("broadcast", 1, world=0), fault("in optimizer", 0, world=0)]
+    """W02, W03: of four workers three are killed, rank 0 too; the others and their replacements do what all did.
+
+    The last one is a replacement, in the first step of its life.
+    """
+    plan = [fault("last bucket", 0, world=4), fault("broadcast", 1, world=0), fault("in optimizer", 0, step=0)]
     found = run(tmp_path, plan, workers=4, epochs=2, join="budget")
     found.check_all()
     check_weights(found, tmp_path_factory)
