@@ -173,7 +173,7 @@ def test_etcd_has_no_space(tmp_path: Path) -> None:
             _fill(etcd)
             run.wait_for_steps(25)
             assert run.pids() == before
-            assert any("could not be saved" in agent.text() and "full" in agent.text() for agent in run.agents.values())
+            assert any("etcd is full" in missed["reason"] for missed in run.events("unsaved"))
             late = run.start("n2")
             assert late.process.wait(30) == 4
             assert (

@@ -86,7 +86,7 @@ def test_a_right_is_taken_away(tmp_path: Path, etcd: EtcdServer, guarded: EtcdSe
             etcdctl(server.address, *ROOT, "user", "revoke-role", "job", "mine")
         else:
             _switch_on(server)
-        run.wait("it is told", lambda: any(words in agent.text() for agent in run.agents.values()))
+        run.wait("it is told", lambda: any(words in missed["reason"] for missed in run.events("unsaved")))
         run.wait_for_silence(3.0)
         run.wait_for_steps(5, generation=1)
         assert run.pids() == before
