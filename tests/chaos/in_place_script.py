@@ -57,22 +57,26 @@ class Faults:
         self._next = 0
         self._since = 0
         self._passed = 0
+        self._lock = threading.Lock()  # Another thread has faults at any time.
         self.own = self.step = self.rank = self.world = 0
 
-    def due(self, point: str) -> bool:
-        """Whether the next fault is this process's, here and now."""
-        while self._next < len(self._plan) and (DIRECTORY / f"fault-{self._next}").exists():
-            self._next += 1
-            self._since, self._passed = self.own, 0
-        if self._next == len(self._plan):
-            return False
-        fault = self._plan[self._next]
-        return (
+    def due(self, point: str) -> int | None:
+        """The number of the next fault, if that is this process's, here and now."""
+        with self._lock:
+            while self._next < len(self._plan) and (DIRECTORY / f"fault-{self._next}").exists():
+                self._next += 1
+                self._since, self._passed = self.own, 0
+            if self._next == len(self._plan):
+                return None
+            number = self._next
+        fault = self._plan[number]
+        is_due = (
             point in fault["point"].split("|")
             and fault["rank"] in (self.rank, -1)
             and fault["world"] in (0, self.world)
             and self.own >= self._since + fault.get("step", 3)
         )
+        return number if is_due else None
 
     def pace(self) -> None:
         """Be slow while the next fault waits for a replacement, which takes a second."""
@@ -81,15 +85,16 @@ class Faults:
 
     def at(self, point: str) -> None:
         """Be killed, frozen, stuck or wrong here, if that is due."""
-        if not self.due(point):
+        number = self.due(point)
+        if number is None:
             return
-        fault = self._plan[self._next]
+        fault = self._plan[number]
         self._passed += 1
         if self._passed <= fault.get("skip", 0):
             return
         how = fault["how"]
         try:
-            fd = os.open(DIRECTORY / f"fault-{self._next}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            fd = os.open(DIRECTORY / f"fault-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return
         os.write(fd, f"{os.getpid()} {time.monotonic()} {point} {how} {self.step}".encode())
@@ -103,7 +108,9 @@ class Faults:
         elif how == "raise":
             raise ValueError(f"a fault of the script's own at {point}")
         elif how == "lock":
-            ctypes.PyDLL(None).sleep(600)  # With the interpreter's lock held: no thread of this process runs.
+            # With the interpreter's lock held: no thread of this process runs. A signal does not end this, as it ends a
+            # sleep.
+            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         elif how == "stick":
             while True:
                 time.sleep(0.01)
