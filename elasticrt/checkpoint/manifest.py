@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 from elasticrt.ipc.env import Commit
@@ -94,6 +95,14 @@ class History:
             manifest = self.manifests[nonce]
             yield manifest
             nonce = manifest.commit.parent
+
+    def beyond(self, nonce: str, run: str) -> list[Manifest]:
+        """Newest first: what `run` has committed on top of its head `nonce`. Nothing, unless etcd has forgotten it."""
+        for head in self.committed():
+            later = list(takewhile(lambda each: each.commit.nonce != nonce, self.lineage(head.commit.nonce)))
+            if head.run == run and (not later or later[-1].commit.parent == nonce):
+                return later
+        return []
 
     def committed(self) -> list[Manifest]:
         """Newest first: what is no draft, and everything that one of these descends from."""

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 
 from elasticrt.ipc.env import Commit
 
-# How good an offer is. With a resume point: none; an ancestor of it; itself.
+# How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it and forgotten by etcd.
 # Without a resume point all offers are OLDER, and the newest is the best.
-NOTHING, OLDER, RESUME = 0, 1, 2
+NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Offer:
     """What a rank could send, and what it has found on the way to it."""
 
-    kind: int = NOTHING  # NOTHING, OLDER or RESUME.
+    kind: int = NOTHING  # NOTHING, OLDER, RESUME or BEYOND.
     commit: Commit | None = None  # The checkpoint offered; None for NOTHING.
     run: str = ""  # The run that wrote it.
     world_size: int = 0  # Of the generation that wrote it.

@@ -19,7 +19,7 @@ from elasticrt.checkpoint import memory_tier
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.manifest import History, Manifest
-from elasticrt.checkpoint.newest_offer import OLDER, RESUME, Offer, choose, distinct_troubles
+from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, distinct_troubles
 from elasticrt.checkpoint.stateful import OURS
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
@@ -202,14 +202,19 @@ class Restoring:
         self._best = next(self._candidates, None)
 
     def _usable(self, history: History) -> Iterator[tuple[int, Manifest]]:
-        """What to try, in this order, if its payload is here, as far as can be seen without reading it."""
+        """What to try, in this order, if its payload is here, as far as can be seen without reading it.
+
+        What the run has committed after its resume point comes first: an etcd that was put back to a backup has
+        forgotten it.
+        """
         resume, run = self._resume, self._worker.run_id
         ordered = [(OLDER, each) for each in history.candidates()]
         if resume is not None:
             # As etcd records it, not as the directory says. Without a manifest here the world size is not known.
             known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
             point = RESUME, Manifest(resume, run, known.world_size)
-            ordered = [point, *((OLDER, each) for each in history.lineage(resume.parent))]
+            beyond = [(BEYOND, each) for each in history.beyond(resume.nonce, run)]
+            ordered = [*beyond, point, *((OLDER, each) for each in history.lineage(resume.parent))]
         for kind, manifest in ordered:
             try:
                 self._directory.look(manifest.commit)
@@ -272,7 +277,12 @@ class Restoring:
             return
         if where:
             say(f"step {commit.step:,} comes from the checkpoint directory of {where}")
-        if resume.nonce != commit.nonce:
+        if resume.step < commit.step:
+            _log.warning(
+                "etcd has forgotten what was committed after step %d; going on from step %d: %s",
+                *(resume.step, commit.step, commit.file),
+            )
+        elif resume.nonce != commit.nonce:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
     def _how_to_start_over(self) -> str:

@@ -24,7 +24,7 @@ STORIES: dict[str, list[tuple[int | str | None, dict[str, Any]]]] = {
         (REFUSED, {"nodes": "dc", "generation": 3, "head": "head-3"}),
         (2, {"nodes": "ca", "generation": 3, "head": "head-3"}),
         (3, {"nodes": "cba", "generation": 4, "head": "head-3"}),
-        (2, {"nodes": "cab", "generation": 5, "head": "head-2"}),
+        (3, {"nodes": "cab", "generation": 5, "head": "head-2"}),
         (2, {"nodes": "ab", "generation": 6, "head": "head-3", "lost": "b"}),
         (REFUSED, {"nodes": "b", "generation": 7, "head": "head-2"}),
     ],
@@ -108,6 +108,7 @@ def test_the_user_is_told_who_has_it(lives: Any) -> None:
     assert "node-b/ on rank 2 from step 2; ELASTICRT_FRESH=1 starts over" in first["said"]
     assert [each["said"] + "".join(each["warned"]) for each in (second, *others)] == ["", ""]
     assert "step 3 comes from the checkpoint directory of node b" in lives["head"][4][0]["said"]
+    assert "etcd has forgotten" in "".join(lives["head"][5][0]["warned"])
 
 
 def test_a_checkpoint_that_nobody_has_is_named(lives: Any) -> None:

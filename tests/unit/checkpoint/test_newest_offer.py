@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrt.checkpoint.newest_offer import OLDER, RESUME, Offer, adds, choose, distinct_troubles
+from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, adds, choose, distinct_troubles
 from elasticrt.ipc.env import Commit
 
 
@@ -59,6 +59,10 @@ def test_without_a_resume_point(offers: list[Offer], what: str, rank: int) -> No
         pytest.param([_offer(RESUME, 3, 30), _offer(RESUME, 3, 30)], "take", 0, id="a shared directory: rank 0"),
         pytest.param([NONE, _offer(RESUME, 3, 30)], "take", 1, id="another node has it"),
         pytest.param([_older(9, 90), _offer(RESUME, 3, 30)], "take", 1, id="the newest never wins over it"),
+        pytest.param(
+            [_offer(RESUME, 3, 30), _offer(BEYOND, 4, 40)], "take", 1, id="etcd has forgotten what was after it"
+        ),
+        pytest.param([_offer(RESUME, 0), _offer(BEYOND, 0)], "take", 1, id="written by a version without numbers"),
         pytest.param([NONE, NONE], "refuse", -1, id="nobody has anything"),
         pytest.param([_older(2, 20), NONE], "take", 0, id="nobody has it: back to an ancestor"),
         pytest.param([_older(1, 10), _older(2, 20)], "take", 1, id="back to the nearest"),
@@ -87,7 +91,7 @@ def test_each_trouble_is_told_once(troubles: list[list[str]], expected: list[str
 
 def test_offers_travel() -> None:
     """An offer arrives as it was made."""
-    offer = replace(_offer(RESUME, 2**53, 3), run="r", world_size=2, marked=True, highest=2**53, troubles=["x"])
+    offer = replace(_offer(BEYOND, 2**53, 3), run="r", world_size=2, marked=True, highest=2**53, troubles=["x"])
     for each in (offer, Offer(who="node a", troubles=[])):
         assert Offer.from_json(each.to_json()) == each
 

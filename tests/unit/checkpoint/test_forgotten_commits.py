@@ -1,0 +1,44 @@
+"""Which checkpoints of a directory were committed after the one that etcd takes for the head."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt.checkpoint.manifest import History, Manifest
+from elasticrt.ipc.env import Commit
+
+
+def _history(*chains: str, marked: str) -> History:
+    """Checkpoints named by letters; every one descends from the one before it; capitals are another run's."""
+    manifests = {}
+    for chain in chains:
+        parent = "" if chain[0] in "ax" else chr(ord(chain[0]) - 1)
+        for serial, name in enumerate(chain):
+            commit = Commit(serial, 0, 1, _nonce(name), _nonce(parent), "/ckpt", f"{name}.pt", "d" * 64, 1, serial)
+            manifests[commit.nonce] = Manifest(commit, "run" if name.islower() else "other", 1)
+            parent = name
+    return History(manifests, frozenset(map(_nonce, marked)))
+
+
+def _nonce(name: str) -> str:
+    return name and f"{ord(name):016x}"
+
+
+@pytest.mark.parametrize(
+    ("chains", "marked", "head", "beyond"),
+    [
+        pytest.param(["abc"], "abc", "c", "", id="the head is the newest"),
+        pytest.param(["abc"], "ab", "b", "", id="what was never committed does not count"),
+        pytest.param(["abcde"], "abcd", "b", "dc", id="etcd has forgotten two"),
+        pytest.param(["abcd"], "d", "b", "dc", id="a lost mark: the ancestors of a committed one were committed"),
+        pytest.param(["ab", "xyz"], "abxyz", "b", "", id="another history in the same directory"),
+        pytest.param(["bcd"], "bcd", "a", "dcb", id="the head itself has been deleted here"),
+        pytest.param(["cd"], "cd", "a", "", id="nothing shows that these descend from the head"),
+        pytest.param([], "", "a", "", id="an empty directory"),
+        pytest.param(["abXY"], "abXY", "b", "", id="another run went on from here"),
+    ],
+)
+def test_beyond(chains: list[str], marked: str, head: str, beyond: str) -> None:
+    """E20, S8: newest first, the committed descendants of the head; nobody else's history."""
+    found = _history(*chains, marked=marked).beyond(_nonce(head), "run")
+    assert "".join(manifest.commit.file[0] for manifest in found) == beyond
