@@ -18,8 +18,8 @@ from tests.integration.trouble.lossy import KINDS, Loss, Lossy
 from tests.integration.trouble.stepping import History, Stepping
 from tests.servers import EtcdServer
 
-TOUR = tuple(kind for kind in KINDS if kind not in ("claim", "settle"))
-"""The kinds of transaction that `_tour` passes, in every run."""
+TOUR = tuple(kind for kind in KINDS if kind not in ("claim", "settle", "roster"))
+"""The kinds of transaction that `_tour` passes, in every run. The seats of so few nodes are in the generation."""
 
 
 def _tour(run: Stepping) -> None:
