@@ -124,7 +124,7 @@ def test_five_faults_with_a_ledger_on_each_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "kind"), [(1, Storm), (2, Storm), (1, OwnDisks), (2, OwnDisks)])
+@pytest.mark.parametrize(("seed", "kind"), [(1, SharedDisk), (2, SharedDisk), (1, OwnDisks), (2, OwnDisks)])
 def test_twenty_four_faults(tmp_path: Path, seed: int, kind: type[Storm]) -> None:
     """S5, X01, D09: 24 kills of workers and nodes, drains and joins; each sample of each epoch counts exactly once."""
     told, verdict = _under_faults(tmp_path, seed, faults=24, nodes=3, kind=kind)
