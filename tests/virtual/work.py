@@ -151,12 +151,13 @@ class Work:
         self.furthest = max(self.furthest, worker.step)
 
     def killed(self, process: Process, workers: list[Worker]) -> None:
-        """L9: a membership that goes on in place ends no worker that could go on with it."""
-        going_on = process.going_on is not None and process.going_on.in_place
-        if not going_on and not process.loses:
+        """L9: a membership that goes on in place ends no worker that could have been known of when it was agreed."""
+        going_on = process.going_on if process.going_on is not None and process.going_on.in_place else None
+        if going_on is None and not process.loses:
             return
         now, slack = self.sim.engine.now, 1.0 + self.sim.slack
-        well = [worker.env.local_rank for worker in workers if worker.healthy and now > worker.at_home_at + slack]
+        known_at = self.history.published_at.get(going_on.number, now) if going_on is not None else now
+        well = [worker.env.local_rank for worker in workers if worker.healthy and known_at > worker.at_home_at + slack]
         text = f"{process.name} ends its workers {well}, who could go on"
         require(not well, "L9", text)
 
