@@ -43,7 +43,7 @@ def digits():
 
 
 def train(gpu, args):
-    rank = elasticrt.init().rank
+    elasticrt.init()
     torch.manual_seed(0)
     model = ConvNet()
     criterion = nn.CrossEntropyLoss()
@@ -61,9 +61,9 @@ def train(gpu, args):
                 loss.backward()
                 optimizer.step()
                 time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"epoch {epoch}", flush=True)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"result: {[p.double().norm().item() for p in model.parameters()]}", flush=True)
     dist.destroy_process_group()
 

@@ -59,9 +59,9 @@ def train(gpu, args):
             loss.backward()
             optimizer.step()
             time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"epoch {epoch}", flush=True)
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(f"result: {[p.double().norm().item() for p in model.parameters()]}", flush=True)
     dist.destroy_process_group()
 
