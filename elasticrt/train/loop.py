@@ -170,7 +170,8 @@ class Loop:
                 except GeneratorExit:
                     if generator_exit.on_purpose(sys._getframe(1)):
                         self._settle()
-                        self._saving.last()
+                        self._reporter.end()
+                        self._world.ends_early(self._saving.last)
                         well = True
                     raise
                 validation.check_stage(self._stage, "epochs")

@@ -128,15 +128,7 @@ class World:
         False: the world has changed meanwhile, and all is to be done again there.
         """
         try:
-            self._page.stepping = 0
-            if not self.in_place.possible or collectives.alone():
-                save()
-            elif self._saving.is_first:
-                self._save_for_others(save)
-            else:
-                since_ns = time.monotonic_ns()
-                self._wait_for_save()
-                self._page.save_ns += time.monotonic_ns() - since_ns
+            self._save_last(save)
         except (RuntimeError, OSError) as error:
             if not self._is_overtaken and not self.in_place.lost(error, self._state.position.steps):
                 raise
@@ -145,6 +137,28 @@ class World:
                 return True
         self.go_on()
         return False
+
+    def ends_early(self, save: Callable[[], object]) -> None:
+        """The same after a `break`, from which no script can go on in another world."""
+        try:
+            self._save_last(save)
+        except RuntimeError as error:
+            if not self.in_place.is_of_peer(error):
+                raise
+            if self._saving.is_first:
+                save()
+
+    def _save_last(self, save: Callable[[], object]) -> None:
+        # Nobody ends before rank 0: its connections would end with it, and another may be in the last collective still.
+        self._page.stepping = 0
+        if not self.in_place.possible or collectives.alone():
+            save()
+        elif self._saving.is_first:
+            self._save_for_others(save)
+        else:
+            since_ns = time.monotonic_ns()
+            self._wait_for_save()
+            self._page.save_ns += time.monotonic_ns() - since_ns
 
     @property
     def _is_overtaken(self) -> bool:

@@ -63,6 +63,38 @@ def test_a_worker_that_dies_during_the_last_save_costs_no_step(tmp_path: Path, r
         assert {event["step"] for event in run.events("committed")} == {80}
 
 
+EARLY = """
+from pathlib import Path
+import torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
+for _ in loop.steps(1000):
+    with loop.step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        loop.report(step=loop.steps_done)
+    if loop.steps_done == 7:
+        break
+print("rank", ctx.rank, [path.name[:6] for path in Path("ckpt").glob("step-*.json")], flush=True)
+"""
+
+
+def test_after_a_break_nobody_ends_before_the_last_step_is_saved(tmp_path: Path) -> None:
+    """W02: the connections of a rank that ends would end with it, and another may be in the last collective still."""
+    (tmp_path / "train.py").write_text(EARLY)
+    with Cluster(tmp_path, f"early-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], ["train.py"]) as run:
+        agent = run.start("n0")
+        assert run.ended() == {"n0": 0}, run.story()
+        assert sorted(line for line in agent.text().splitlines() if "rank" in line) == [
+            f"rank {rank} ['step-7']" for rank in range(3)
+        ], run.story()
+        assert [(event["step"], event["scalars"]) for event in run.events("step")][-1] == (7, {"step": 6.0})
+
+
 TWO_LOOPS = """
 import torch, elasticrt
 
