@@ -150,6 +150,11 @@ class Chapter:
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
+    def saves(self) -> bool:
+        """Whether it makes no step although there are enough nodes: it saves the state, and the next one follows."""
+        return self.waits and len(self.nodes) >= self.needed
+
+    @property
     def step(self) -> int:
         """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
         return self.resume_step + self.redone if self.redone is not None else self.step_before

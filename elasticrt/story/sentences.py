@@ -32,10 +32,10 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
 
 
 def waiting(chapter: Chapter) -> str:
-    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes it is only to save that."""
+    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes: that it is saved first."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
-    if len(chapter.nodes) >= chapter.needed:
-        return f"{counted(len(chapter.nodes), 'node')}: the run is to save {state}"
+    if chapter.saves:
+        return f"{counted(len(chapter.nodes), 'node')}: first {state} is to be saved"
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 
@@ -83,8 +83,8 @@ def etcd_away(story: Story, now: float) -> str:
 
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, in words before its number."""
-    if story.waits_since is not None:
-        return "waits for nodes"
+    if story.chapter is not None and story.waits_since is not None:
+        return "saves its state" if story.chapter.saves else "waits for nodes"
     return "trains" if story.stand is None else "stands still"
 
 
@@ -146,6 +146,8 @@ def _state_now(story: Story, now: float) -> str:
     if story.chapter is not None and story.waits_since is not None:
         here, needed = len(story.chapter.nodes), story.min_nodes
         since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
+        if story.chapter.saves:
+            return f"saving the state {since}"
         return f"waiting for nodes {since}: {here} of at least {needed} here"
     here = len(story.alive())
     if not story.seated():  # Before the first generation, or when all nodes of the last one have ended.

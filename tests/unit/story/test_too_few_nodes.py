@@ -20,7 +20,7 @@ from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import SILENT, Story
 from elasticrt.story.report import changes, longest
-from elasticrt.story.sentences import now_at, state
+from elasticrt.story.sentences import doing, now_at, state
 from tests.memory_store import MemoryServer, MemoryStore
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
 
@@ -173,7 +173,9 @@ def test_the_save_of_a_run_that_gives_up_is_said_as_what_is_to_come() -> None:
     told, end = Changes(Story(), whole=False), begun(2, "ab", cause="rank 1 raised (3 restarts spent)", waits=True)
     entries: list[Entry] = [*TWO_NEEDED, (10.0, "a", events.Step(1, 60, 0)), (10.5, "a", end)]
     said = [text for at, node, event in entries if node == "a" for _, text in told.tell(record(at, node, event))]
-    assert said[-1].endswith("(3 restarts spent), 2 nodes: the run is to save the state after step 60")
+    assert said[-1].endswith("(3 restarts spent), 2 nodes: first the state after step 60 is to be saved")
+    assert doing(story(entries)) == "saves its state"
+    assert state(story(entries), 12.0).startswith("saving the state for 1.5 s, after step 60")
 
 
 def test_the_bounds_of_a_run_are_those_of_its_last_resize() -> None:
