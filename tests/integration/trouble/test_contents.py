@@ -25,12 +25,11 @@ def _restart_workers(run: Stepping) -> None:
     run.wait_for_steps(2, generation=number + 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "happens",
     [
         pytest.param(_commit, id="E20-acknowledged-commits"),
-        pytest.param(_restart_workers, id="E05-generations"),
+        pytest.param(_restart_workers, id="E05-generations", marks=pytest.mark.slow),
     ],
 )
 def test_etcd_forgets_what_it_had_acknowledged(
