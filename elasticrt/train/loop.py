@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,7 @@ from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError, Handover, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
@@ -170,9 +170,9 @@ class Loop:
                 except GeneratorExit:
                     if generator_exit.on_purpose(sys._getframe(1)):
                         self._settle()
-                        self._reporter.end()
-                        self._world.ends_early(self._saving.last)
-                        well = True
+                        with suppress(Handover):  # Nothing can be raised where a generator is closed.
+                            self._end_together()
+                            well = True
                     raise
                 validation.check_stage(self._stage, "epochs")
                 self._settle()
@@ -188,13 +188,17 @@ class Loop:
                 self._state.position = position.closed(cut_short=cut_short)
                 self._undo.outside = None
                 self._boundary()
-            self._reporter.end()
-            while not self._world.ends_with(self._saving.last):
-                pass
+            self._end_together()
             self._saving.checkpointer.finish()
             well = True
         finally:
             self._leave(well=well)
+
+    def _end_together(self) -> None:
+        """The last step is done: save it, and wait until that is done."""
+        self._reporter.end()
+        while not self._world.ends_with(self._saving.last):
+            pass
 
     def _enter(self) -> None:
         place = self._saving.checkpointer.place

@@ -105,6 +105,7 @@ class World:
         arrived = False
         while not arrived:
             if not self.in_place.wait_for_seat():
+                self._reporter.end()
                 raise handover.departure(self._state.position.steps)
             meeting = self.in_place.meet(self._state.position.steps)
             if meeting is None:
@@ -138,16 +139,6 @@ class World:
         self.go_on()
         return False
 
-    def ends_early(self, save: Callable[[], object]) -> None:
-        """The same after a `break`, from which no script can go on in another world."""
-        try:
-            self._save_last(save)
-        except RuntimeError as error:
-            if not self.in_place.is_of_peer(error):
-                raise
-            if self._saving.is_first:
-                save()
-
     def _save_last(self, save: Callable[[], object]) -> None:
         # Nobody ends before rank 0: its connections would end with it, and another may be in the last collective still.
         self._page.stepping = 0
@@ -178,12 +169,8 @@ class World:
         """Wait until rank 0 has saved, if it has come to the end as well."""
         store, saves, until = dist.distributed_c10d._get_default_store(), False, time.monotonic() + END_S_MAX
         while not self.in_place.overtaken and (saves or time.monotonic() < until):
-            try:
-                saved = store.get(_SAVED) if store.check([_SAVED]) else None
-            except RuntimeError:
-                if saves or self.in_place.overtaken:
-                    raise
-                return  # Rank 0 has ended.
+            # An error says that rank 0 is lost: the store is there until all have ended.
+            saved = store.get(_SAVED) if store.check([_SAVED]) else None
             if saved:
                 store.add(_SEEN, 1)
                 return

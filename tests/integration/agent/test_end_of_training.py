@@ -95,6 +95,43 @@ def test_after_a_break_nobody_ends_before_the_last_step_is_saved(tmp_path: Path)
         assert [(event["step"], event["scalars"]) for event in run.events("step")][-1] == (7, {"step": 6.0})
 
 
+LATE = """
+import sys, time
+import torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
+for _ in loop.steps(int(sys.argv[1])):
+    with loop.step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    if loop.steps_done == 7:
+        if ctx.rank == 0 and ctx.generation == 1:
+            print("rank 0 is late", flush=True)
+            time.sleep(60)
+        if int(sys.argv[1]) > 7:
+            break
+"""
+
+
+@pytest.mark.parametrize("steps", [7, 1000], ids=["at its end", "by a break"])
+def test_rank_0_dies_after_its_last_step_and_before_it_saves_it(tmp_path: Path, steps: int) -> None:
+    """W03: the others, which wait for it at the end of the loop, save it: nothing is done again."""
+    (tmp_path / "train.py").write_text(LATE)
+    options = ["--nproc-per-node", "3", "--join", "failure"]
+    with Cluster(tmp_path, f"late-{secrets.token_hex(4)}", options, ["train.py", str(steps)]) as run:
+        agent = run.start("n0")
+        run.wait("rank 0 is late", lambda: "is late" in agent.text(), 60)
+        kill(agent.worker_pids()[0])
+        assert run.ended() == {"n0": 0}, run.story()
+        assert [event["in_place"] for event in run.events("generation")] == [False, True], run.story()
+        assert {event["generation"] for event in run.events("first_step")} == {1}, run.story()
+        assert [event["step"] for event in run.events("committed")] == [7], run.story()
+
+
 TWO_LOOPS = """
 import torch, elasticrt
 
