@@ -130,6 +130,14 @@ def test_a_node_that_stands_by_at_the_end_claims_no_more_than_it_knows():
     assert "loss" not in line
 
 
+@pytest.mark.parametrize(("saved", "said"), [(60, "step 60"), (50, "step 50, and nothing after it is saved")])
+def test_steps_that_a_run_that_succeeded_has_not_saved_are_told(saved, said):
+    """Its script has ended inside the loop, by `sys.exit(0)` for one."""
+    ends = [(9.0, "a", events.Step(1, 60, 0)), (9.1, "a", events.Committed(saved, 1))]
+    told = story([*THREE_STEPS, *ends, (10.0, "a", events.Result("succeeded", 0, "all ended well"))])
+    assert any(line.endswith(f"; newest checkpoint: {said}") for line in head(told))
+
+
 def test_a_run_without_a_step_claims_nothing():
     """It was at its end already: neither a goodput nor that no step was lost."""
     nothing = [entry for entry in THREE_STEPS if entry[0] < 4.0]
