@@ -385,7 +385,11 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
     reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
         report, life = reports.get(entry.record.node), entry.record.incarnation
-        if report is not None and report.record.incarnation == life and report.record.status in ("failed", "held"):
+        if (
+            report is not None
+            and report.record.incarnation == life
+            and report.record.status in ("failed", "held", "ok")
+        ):
             copy = report.record.memory
         elif me.record.incarnation == life and me.seated == before.number:
             copy = me.copy

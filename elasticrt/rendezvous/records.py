@@ -243,7 +243,8 @@ class Report(Record):
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy
     of their state, or the one that the generation resumed from, if this node keeps one: with "held" that of the agreed
-    step, unless there was no memory for it; with "failed", where `ready` workers live and can go on, an older one.
+    step, unless there was no memory for it; with "failed", where `ready` workers live and can go on, an older one; with
+    "ok" what others may resume from, should one of them still fail.
     `handover` is the create revision of the record that asked for it.
 
     `well` is the global rank of the first worker that ended well, with "finishing" and "ok".

@@ -92,8 +92,9 @@ class GroupState:
         if len(self.handed) == seat.workers:
             return Report(**where, status="held", handover=self.holding, memory=kept)
         if self.well:
-            whole = len(self.well) == seat.workers
-            return Report(**where, status="ok" if whole else "finishing", well=self.well[0])
+            if len(self.well) < seat.workers:
+                return Report(**where, status="finishing", well=self.well[0])
+            return Report(**where, status="ok", memory=kept, well=self.well[0])
         if self.holding:
             return Report(**where, status="holding", handover=self.holding, entered=self.entered)
         return None

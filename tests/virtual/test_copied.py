@@ -51,6 +51,16 @@ def test_a_failure_goes_back_to_the_newest_copy_that_was_stated() -> None:
     assert (generation.memory, seat.rank_offset) == (_copy(41), 0)
 
 
+def test_a_copy_outlives_workers_that_have_ended_well() -> None:
+    """S5: one node's workers were at the end, and another is lost before it has saved the last step."""
+    world = running(3)
+    world.members["n1"].report("ok", memory=_copy(96))
+    world.members["n0"].crash()
+    world.pass_time(10.0)
+    check_ranks(world, 2, ["n1", "n2"])
+    assert world.members["n1"].ran[-1][0].memory == _copy(96)
+
+
 def test_a_restart_waits_for_the_copies_of_survivors() -> None:
     """S5: they lost a peer in a pause, and their keys say so before they report the newest step."""
     world = running(3)
