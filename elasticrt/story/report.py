@@ -78,7 +78,8 @@ def paces(story: Story, now: float | None = None) -> str:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     none = "" if story.elsewhere() else "; no checkpoint"
     text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else none
-    if story.succeeded and 0 < story.checkpoint < story.newest:  # The script has ended inside its loop.
+    # The script has ended inside its loop. Who saves elsewhere may have saved more.
+    if story.succeeded and 0 < story.checkpoint < story.newest and not story.elsewhere():
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 

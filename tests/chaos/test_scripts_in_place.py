@@ -1,7 +1,7 @@
 """What scripts do: in each way of writing a training loop a rank is killed, and the others live on, in place.
 
 One agent has three workers. One of them kills itself at a point of a step; its replacement sets up beside the training
-and is let in by step 30 or soon after. What is compared are the weights of all three at the end, with those of the same
+and is let in at step 30 or soon after. What is compared are the weights of all three at the end, with those of the same
 script, undisturbed and alone, and the steps that each process has finished: none is lost, and none is done again.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from elasticrt import Checkpointer
-from tests.chaos.ways import SAMPLES, STEPS, WAYS
+from tests.chaos.ways import LET_IN, SAMPLES, STEPS, WAYS
 from tests.cluster import REPOSITORY, Cluster
 
 SCRIPT = REPOSITORY / "tests" / "chaos" / "ways.py"
@@ -190,7 +190,8 @@ def _check(tmp_path: Path, case: Case, alone: dict[str, Notes]) -> None:
     assert less in (whole, *([each for each in whole if each != number] for number in (step, step + 1)))
     (newcomer,) = set(ends) - set(survivors)
     assert finished[newcomer] == list(range(finished[newcomer][0], steps + 1))
-    assert finished[newcomer][0] > step
+    # A step that is compiled again may take longer than a replacement.
+    assert finished[newcomer][0] > (step if name in COMPILED else LET_IN)
     if name not in NOT_DEFINED:
         ((*_, reference),) = alone[name].values()
         assert reference["steps"] == steps

@@ -94,7 +94,7 @@ def test_alloc(etcd: EtcdServer, lab: Lab, tmp_path: Path, note: Note) -> None:
     number = training.number()
     lab.run("scontrol", "requeue", job)
     note("scontrol requeue, as the script does it before the time limit")
-    training.together("n1", "n2", "n3", after=number, timeout_s=150)
+    again = training.together("n1", "n2", "n3", after=number, timeout_s=150)
     back_at = training.events("agent_started")[3]["at"]
     first = next(event for event in training.events("generation") if event["at"] > back_at)
     note(f"all train again; resumed from step {first['resume_step']}, the last one that was done")
@@ -103,6 +103,7 @@ def test_alloc(etcd: EtcdServer, lab: Lab, tmp_path: Path, note: Note) -> None:
         event["step"] for name in ("committed", "step") for event in training.events(name) if event["at"] < back_at
     ]
     assert first["resume_step"] == max(before)
+    assert again["redone"] is None, "a new agent does not know which step was the last"
 
     ended = len(training.events("agent_stopped"))
     lab.run("scancel", job)

@@ -63,30 +63,36 @@ def test_a_worker_that_dies_during_the_last_save_costs_no_step(tmp_path: Path, r
         assert {event["step"] for event in run.events("committed")} == {80}
 
 
-EARLY = """
+ENDING = """
+import sys, time
 from pathlib import Path
 import torch, elasticrt
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+steps, late = int(sys.argv[1]), "late" in sys.argv
 ctx = elasticrt.init()
 model = DDP(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
-for _ in loop.steps(1000):
+for _ in loop.steps(steps):
     with loop.step():
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         loop.report(step=loop.steps_done)
     if loop.steps_done == 7:
-        break
+        if late and ctx.generation == 1:
+            print("a rank has made all its steps", flush=True)
+            time.sleep(60 if ctx.rank == 0 else 0)
+        if steps > 7:
+            break
 print("rank", ctx.rank, [path.name[:6] for path in Path("ckpt").glob("step-*.json")], flush=True)
 """
 
 
 def test_after_a_break_nobody_ends_before_the_last_step_is_saved(tmp_path: Path) -> None:
     """W02: the connections of a rank that ends would end with it, and another may be in the last collective still."""
-    (tmp_path / "train.py").write_text(EARLY)
-    with Cluster(tmp_path, f"early-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], ["train.py"]) as run:
+    (tmp_path / "train.py").write_text(ENDING)
+    with Cluster(tmp_path, f"early-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], ["train.py", "1000"]) as run:
         agent = run.start("n0")
         assert run.ended() == {"n0": 0}, run.story()
         assert sorted(line for line in agent.text().splitlines() if "rank" in line) == [
@@ -95,36 +101,14 @@ def test_after_a_break_nobody_ends_before_the_last_step_is_saved(tmp_path: Path)
         assert [(event["step"], event["scalars"]) for event in run.events("step")][-1] == (7, {"step": 6.0})
 
 
-LATE = """
-import sys, time
-import torch, elasticrt
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-ctx = elasticrt.init()
-model = DDP(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
-for _ in loop.steps(int(sys.argv[1])):
-    with loop.step():
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    if loop.steps_done == 7:
-        if ctx.rank == 0 and ctx.generation == 1:
-            print("rank 0 is late", flush=True)
-            time.sleep(60)
-        if int(sys.argv[1]) > 7:
-            break
-"""
-
-
 @pytest.mark.parametrize("steps", [7, 1000], ids=["at its end", "by a break"])
 def test_rank_0_dies_after_its_last_step_and_before_it_saves_it(tmp_path: Path, steps: int) -> None:
     """W03: the others, which wait for it at the end of the loop, save it: nothing is done again."""
-    (tmp_path / "train.py").write_text(LATE)
+    (tmp_path / "train.py").write_text(ENDING)
     options = ["--nproc-per-node", "3", "--join", "failure"]
-    with Cluster(tmp_path, f"late-{secrets.token_hex(4)}", options, ["train.py", str(steps)]) as run:
+    with Cluster(tmp_path, f"late-{secrets.token_hex(4)}", options, ["train.py", str(steps), "late"]) as run:
         agent = run.start("n0")
-        run.wait("rank 0 is late", lambda: "is late" in agent.text(), 60)
+        run.wait("the last step", lambda: agent.text().count("a rank has made all its steps") == 3, 60)
         kill(agent.worker_pids()[0])
         assert run.ended() == {"n0": 0}, run.story()
         assert [event["in_place"] for event in run.events("generation")] == [False, True], run.story()

@@ -201,7 +201,7 @@ class History:
         for revision, record in sorted([*self.generations, *self.commits], key=lambda entry: entry[0]):
             if isinstance(record, Generation):
                 current = record
-                whole[record.number] = set(range(record.world_size))
+                whole = {**(whole if record.in_place else {}), record.number: set(range(record.world_size))}
                 assert record.resume == head, f"S6: generation {record.number} resumes from {record.resume}, not {head}"
                 continue
             assert record.generation == current.number, f"S2: revision {revision}: {record} in {current.number}"

@@ -138,6 +138,13 @@ def test_steps_that_a_run_that_succeeded_has_not_saved_are_told(saved, said):
     assert any(line.endswith(f"; newest checkpoint: {said}") for line in head(told))
 
 
+def test_a_node_does_not_know_what_others_have_saved():
+    """It had rank 0 once. Since then another node saves, whose events are elsewhere."""
+    moved = [(9.0, "a", events.Committed(50, 1)), (9.5, "a", begun(2, "ac", "join")), (9.9, "a", events.Step(2, 60, 0))]
+    told = story([*THREE_STEPS, *moved, (10.0, "a", events.Result("succeeded", 0, "all ended well"))])
+    assert any(line.endswith("; newest checkpoint: step 50") for line in head(told))
+
+
 def test_a_run_without_a_step_claims_nothing():
     """It was at its end already: neither a goodput nor that no step was lost."""
     nothing = [entry for entry in THREE_STEPS if entry[0] < 4.0]
