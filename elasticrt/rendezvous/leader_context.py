@@ -320,12 +320,14 @@ def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:
 
 def how_gone(view: View, seat: Seat) -> str:
     """How the node of a lost seat has gone, in words that follow its name: "left", or "lost" with the evidence."""
-    report, verdict = view.reports.get(seat.node), view.verdicts.get(seat.incarnation)
+    report, verdict, key = view.reports.get(seat.node), view.verdicts.get(seat.incarnation), view.members.get(seat.node)
     if report is not None and report.record.incarnation == seat.incarnation and report.record.status == "left":
         failure = report.record.failure
         return "left: its script is not the run's" if failure is not None and failure.misfit else "left"
-    evidence = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
-    return "lost" + (evidence.get(verdict.kind, "") if verdict is not None else "")
+    kind = verdict.kind if verdict is not None else ""
+    if kind != "silent" and key is not None and key.record.incarnation != seat.incarnation:
+        return "lost (it has registered anew)"
+    return "lost" + {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}.get(kind, "")
 
 
 def survivors(view: View) -> list[Stored[Member]]:

@@ -31,8 +31,13 @@ BEFORE = SimpleNamespace(
     [
         (
             "lost",
-            "b left, c lost (its agent has ended), d lost, e lost (no answer; power or network)",
-            {"c": "c lost (its agent has ended)", "d": "d lost", "e": "e lost (no answer; power or network)"},
+            "b left, c lost (its agent has ended), d lost (it has registered anew), "
+            "e lost (no answer; power or network)",
+            {
+                "c": "c lost (its agent has ended)",
+                "d": "d lost (it has registered anew)",
+                "e": "e lost (no answer; power or network)",
+            },
         ),
         ("drain", "b drained", {}),
     ],

@@ -156,7 +156,7 @@ def test_who_drains_below_the_minimum_has_not_failed(how: str, before: list[even
 def test_the_silence_of_a_node_is_in_its_evidence() -> None:
     """The story knows it by the leader's words."""
     seat = SimpleNamespace(node="b", incarnation="b" * 16)
-    view = SimpleNamespace(reports={}, verdicts={"b" * 16: SimpleNamespace(kind="silent")})
+    view = SimpleNamespace(members={}, reports={}, verdicts={"b" * 16: SimpleNamespace(kind="silent")})
     assert SILENT in how_gone(view, seat)
 
 
