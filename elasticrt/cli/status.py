@@ -110,7 +110,8 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
         left = result is None and all(member.generation != generation.number for member in members)
         name, cause = "last generation" if left else "generation", cause_of(story, generation.number, generation.cause)
         lines.append(f"{name} {generation.number}: {size} ({cause})")
-    if saved is not None:
+    # The directory tells of it as well, and knows more where etcd was put back to a backup.
+    if saved is not None and (story is None or saved.reached > story.checkpoint):
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
