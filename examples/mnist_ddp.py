@@ -85,8 +85,7 @@ for epoch in loop.epochs(args.epochs):
                 optimizer.zero_grad()
                 scheduler.step()
                 loop.report(loss=loss)
-    with loop.pause("evaluate"):
-        accuracy = evaluate()
+    accuracy = loop.evaluate(evaluate)  # made again with those that are left, if a process is lost in it
     if ctx.is_first:
         print(
             f"epoch {epoch}  step {loop.steps_done}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
 from elasticrt.train.world import Change, World
+
+Result = TypeVar("Result")
 
 _running: list[Loop] = []
 """The loops that are inside `epochs`, the outermost first. Each has its own checkpoint directory."""
@@ -197,6 +200,7 @@ class Loop:
     def _end_together(self) -> None:
         """The last step is done: save it, and wait until that is done."""
         self._reporter.end()
+        self._world.check_evaluated()
         while not self._world.ends_with(self._saving.last):
             pass
 
@@ -405,6 +409,7 @@ class Loop:
         self._asked = self._left_by = None
         validation.check_stage(self._stage, "step")
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
+        self._world.check_evaluated()
         if not self._fed:
             self._pass_on()
             self._begin(WHOLE)
@@ -469,14 +474,14 @@ class Loop:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """A part of the script that is no training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted.
+        """A part of the script that is no training: `with loop.pause("export"): ...`. Nothing in it is weighted.
 
         Args:
             why: what the script does in it, in a word or two.
 
         It is never taken for a hang: after --hang-timeout the agent prints where each rank stands, and waits on.
         When a collective in it loses a peer, the error leaves the block, and this process hands over its newest step
-        before it ends.
+        before it ends. `evaluate` does not end then.
 
         Raises ConfigError outside of `epochs`.
         """
@@ -484,20 +489,66 @@ class Loop:
         if self._page.pausing_ns:  # It is a part of the pause around it.
             yield
             return
+        # What the block changes is not handed over: weights may be those of an average, for as long as it lasts.
+        among = self._undo.outside is None and self._is_between
+        if among:
+            self._leave_batches(known=True)
+        try:
+            with self._pausing():
+                yield
+        except Exception as error:
+            self._world.leave_state(error, why, repeated=not among)
+            raise
+        finally:
+            if among:
+                self._undo.outside = None
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
         self._weighting.end()
         self._page.stepping = 0
         self._page.pausing_ns = time.monotonic_ns()
         try:
             yield
-        except Exception as error:
-            self._world.leave_state(error, why)
-            raise
         finally:
             since_ns, self._page.pausing_ns = self._page.pausing_ns, 0
             self._page.pause_ns += time.monotonic_ns() - since_ns
             if self._share is not None:
                 self._weighting.begin(self._share)
                 self._page.stepping = 1
+
+    def evaluate(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """The result of `function(*args, **kwargs)`, which is no training: `loss = loop.evaluate(validate, model)`.
+
+        When a collective in it loses a peer, the survivors call it again, all together in the new world: also those
+        that had their result already, whose second one is dropped. So all ranks must call it after the same step, it
+        must begin anew when it is called again (give it a loader, not an iterator), and change nothing for good but
+        by its result. Weights that it exchanges for the time of the call, as for those of an average, hinder that: then
+        and before the first step it is as in `pause`, of which all else holds as well.
+
+        Args:
+            function: what to call, outside of a step: after it, or after the batches of an epoch.
+            *args, **kwargs: for it.
+
+        Raises what `function` raises; ConfigError outside of `epochs`, and in the block of a step.
+        """
+        validation.check_stage(self._stage, "evaluate")
+        validation.check_outside(in_step=self._undo.in_step)
+        call, what = partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate")
+        if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
+            with self.pause(what):
+                return call()
+        result: Result = self._world.evaluate(partial(self._aside, call), what)
+        return result
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether the state is that of the position: no batch is being trained."""
+        return self._share is None and not self._undo.open
+
+    def _aside(self, call: Callable[[], Result]) -> Result:
+        with self._pausing():
+            return call()
 
     # The boundary
 
@@ -530,6 +581,7 @@ class Loop:
             self._state.sampler.advance(self._state.batch_size * self._world.size)
         self._state.position = self._state.position.stepped()
         self._undo.open = False
+        self._world.evaluations.forget()
         self._saving.run.total += 1
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
 

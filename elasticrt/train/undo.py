@@ -65,6 +65,7 @@ class Undo:
         self._early_parameters: list[torch.Tensor] = []
         self._early_objects: set[str] = set()
         self._unknown = False  # Whether this step was the first that did.
+        self._evaluates = False  # Whether what is noted is the beginning of an evaluation, and not of a step.
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
@@ -123,10 +124,10 @@ class Undo:
             pairs = zip(self._watched, self._versions, strict=True)
             new = [each for each, version in pairs if each._version != version and id(each) not in known]
         large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
-        if new or large:
+        self._unknown = self._unknown or bool(new or large)
+        if not self._evaluates:
             self._early_parameters += new
             self._early_objects |= large
-            self._unknown = True
 
     def _rates(self) -> list[dict[str, Any]]:
         """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
@@ -136,9 +137,12 @@ class Undo:
             for group in self._groups()
         ]
 
-    def note(self) -> None:
-        """The step begins: note everything that it may change, but for parameters and optimizers."""
-        self._state = None
+    def note(self, *, evaluates: bool = False) -> None:
+        """The step begins: note everything that it may change, but for parameters and optimizers.
+
+        `evaluates`: an evaluation begins. Of one that has changed parameters when it fails the beginning is not known.
+        """
+        self._state, self._evaluates = None, evaluates
         self.open = True
         self.touched = self._unknown = False
         if self._layers is None:

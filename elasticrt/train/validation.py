@@ -52,6 +52,13 @@ def check_alone(*, in_step: bool, second: bool) -> None:
         raise ConfigError("a second step with the same batch", "step", expected="one", remedy=remedy)
 
 
+def check_outside(*, in_step: bool) -> None:
+    """Raises ConfigError for an evaluation in the block of a step."""
+    if in_step:
+        expected = "after the block of the step, or after the batches of an epoch"
+        raise ConfigError("an evaluation inside a step", "evaluate", expected=expected)
+
+
 def check_has_step(has_step: bool) -> None:
     """Raises ConfigError when a body of `loop.steps` has ended without a step, as it would again and again."""
     if not has_step:

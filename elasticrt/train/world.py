@@ -6,17 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elasticrt.checkpoint import state_transfer, stateful
+from elasticrt.checkpoint import rng_state, state_transfer, stateful
 from elasticrt.distributed import agent_client, collectives, handover, regroup
+from elasticrt.train.evaluations import Evaluations
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class World:
         self.in_place = InPlace(
             objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
+        self.evaluations = Evaluations()
         # `size`: processes in all; `resumed_size`: in the world that began what is left of the epoch.
         self.size = self.resumed_size = 1
         self.moves = 0  # How often this process has got another place.
@@ -115,6 +119,7 @@ class World:
                 if self.in_place.worker.waits:  # For a generation with enough nodes.
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
+                again = self.evaluations.meet(meeting.gather("evaluations", self.evaluations.standing()))
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
@@ -122,6 +127,60 @@ class World:
             except RuntimeError as error:
                 if not self.in_place.lost(error, self._state.position.steps):
                     raise
+        self._evaluate_again(again)
+
+    def evaluate(self, call: Callable[[], Result], what: str) -> Result:
+        """The result of `call`, which is no step. It is called again in each new world until it ends.
+
+        `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
+        """
+        result: Result = self._evaluated(self.evaluations.begin(call), what)
+        return result
+
+    def _evaluated(self, number: int, what: str) -> Any:
+        repeated = self._undo.outside is not None
+        while True:
+            self._undo.note(evaluates=True)
+            try:
+                result = self.evaluations.enter(number)()
+                self.in_place.check_results()
+            except Exception as error:
+                is_of_peer = self.in_place.is_of_peer(error)
+                if is_of_peer:
+                    self.undo_step()
+                self._undo.open = False
+                undone = is_of_peer and self._state.whole
+                if not (undone and self.in_place.lost(error, self._state.position.steps, in_step=True)):
+                    self.evaluations.at = 0
+                    self.leave_state(error, what, repeated=repeated)
+                    raise
+                error.__traceback__ = None  # It holds the frames of the call, and with them works of the old group.
+                self.go_on()
+                if not self.evaluations.at:  # The others were further, and their state was taken over.
+                    self.leave_state(error, what, repeated=repeated)
+                    raise
+            else:
+                self._undo.open, self.evaluations.at = False, 0
+                return result
+
+    def _evaluate_again(self, numbers: range) -> None:
+        """Take part in evaluations that others make again, and leave no trace of that."""
+        at, before = self.evaluations.at, rng_state.note()
+        for number in numbers:
+            self._evaluated(number, "an evaluation that others make again")
+            self._undo.put_back()
+        self.evaluations.at = at
+        if numbers:
+            rng_state.restore(before)
+
+    def check_evaluated(self) -> None:
+        """Raise before a step where the others make an evaluation again that this process has not come to.
+
+        It was let in while that was to be made again, and its script has begun behind that place.
+        """
+        if self.evaluations.is_missed:
+            what = "connection closed by peer: the others make an evaluation again that this process has not come to"
+            raise dist.DistNetworkError(what)
 
     def ends_with(self, save: Callable[[], object]) -> bool:
         """The last step is done: rank 0 saves, and the others wait for that, so that any of them could do it instead.
@@ -195,6 +254,7 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
+            self.evaluations.forget()
             self._saving.run.total = taken[stateful.OURS]["total"]
         state.whole = True
         self._undo.touched = self._undo.stepped = False
@@ -222,13 +282,14 @@ class World:
         self._state.whole = False
         self._page.restored_at_ns = 0
 
-    def leave_state(self, error: Exception, doing: str) -> None:
+    def leave_state(self, error: Exception, doing: str, *, repeated: bool) -> None:
         """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
 
         That is told at once as well: how long a process takes to end is not known. `doing`: what the script did there.
+        `repeated`: a restart at this position comes there again.
         """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
-            if self._undo.outside is None:  # Else the script comes here again.
+            if not repeated:
                 what = "%r after step %d has lost a worker, and is not done again: the run goes on after it"
                 _log.warning(what, doing, self._state.position.steps)
             self.hand_over()

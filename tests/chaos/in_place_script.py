@@ -10,6 +10,9 @@ file of its own, at the end of the step's block.
 
 With requests=PORT a server is asked, at each step, on connections that were opened while groups were made.
 
+With evaluate=N all ranks evaluate together after each N-th step and each epoch, by `loop.evaluate`, in which they
+rest for rest=SECONDS: each process appends the results that it gets to a file of its own.
+
 With large=all_reduce or large=broadcast each step has a message of 64 MB, or megabytes=MB; ballast=MB is so
 much more state.
 """
@@ -22,6 +25,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -198,6 +202,7 @@ def main() -> None:
 
         elasticrt.prepare(DIRECTORY / "prepared", build)
     FAULTS.at("set up")
+    random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     data = Numbers()
@@ -230,11 +235,36 @@ def main() -> None:
     if OPTIONS.get("any time"):
         threading.Thread(target=at_any_time, daemon=True).start()
     out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)
+    results = (DIRECTORY / f"results-{os.getpid()}").open("a", buffering=1)
     stacks = (DIRECTORY / f"stacks-{os.getpid()}").open("w")
     large = torch.ones(
         int(OPTIONS.get("megabytes", "64")) * 250_000 if OPTIONS.get("large") else 0, dtype=torch.float32
     )
-    hooked = False
+    hooked, every = False, int(OPTIONS.get("evaluate", "0"))
+
+    def evaluation(part: float) -> tuple[float, float]:
+        """A sum over all samples, in three collectives, and a random number that all ranks draw alike."""
+        drawn, total = random.random(), 0.0
+        was_training = net.training
+        net.eval()
+        for turn in range(3):
+            time.sleep(float(OPTIONS.get("rest", "0")) if turn == 2 else 0.0)
+            FAULTS.at(f"evaluate {turn}")
+            with torch.no_grad():
+                for x, y in ctx.shard(data):
+                    total += part * functional.mse_loss(net(x[None]), y[None]).item() / 3
+                    net.passes -= 1
+            total = ctx.sum(total) if turn == 2 else ctx.sum(total) / ctx.world_size
+            FAULTS.at(f"evaluated {turn}")
+        net.train(was_training)
+        loop.vars["evaluations"] = loop.vars.get("evaluations", 0) + 1
+        return total, drawn
+
+    def evaluate() -> None:
+        """As scripts do: one for each of two parts."""
+        for part in (0.25, 0.75) if every else ():
+            total, drawn = loop.evaluate(evaluation, part)
+            results.write(json.dumps([loop.steps_done, part, total, drawn, net.training]) + "\n")
 
     def look() -> None:
         FAULTS.step, FAULTS.rank, FAULTS.world = loop.steps_done, ctx.rank, ctx.world_size
@@ -275,7 +305,10 @@ def main() -> None:
                 out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")
             look()
             FAULTS.at("between")
+            if loop.complete and loop.steps_done % (every or EPOCHS * SAMPLES) == 0:
+                evaluate()
         look()
+        evaluate()
         with loop.pause("evaluate"):
             FAULTS.at("evaluate")
             model.eval()

@@ -140,6 +140,7 @@ def run(
 
 
 _undisturbed: dict[tuple[Any, ...], dict[str, Any]] = {}
+_alone: dict[tuple[Any, ...], Path] = {}
 
 
 def undisturbed(factory: pytest.TempPathFactory, epochs: int, *words: str) -> dict[str, Any]:
@@ -151,6 +152,7 @@ def undisturbed(factory: pytest.TempPathFactory, epochs: int, *words: str) -> di
             [sys.executable, str(SCRIPT), str(directory), str(epochs), *words], check=True, timeout=100, env=env
         )
         (path,) = directory.glob("last-*")
+        _alone[(epochs, *words)] = directory
         _undisturbed[(epochs, *words)] = torch.load(path, weights_only=True)
     return _undisturbed[(epochs, *words)]
 
@@ -461,6 +463,57 @@ def test_a_collective_outside_of_a_step(tmp_path: Path, tmp_path_factory: pytest
     found.check_ledger()
     found.check_replicas()
     check_weights(found, tmp_path_factory)
+
+
+def check_evaluations(found: Run, factory: pytest.TempPathFactory, every: int) -> None:
+    """Each process that lives at the end has one result of each evaluation since it came, that of one process alone."""
+    undisturbed(factory, found.epochs, f"evaluate={every}")
+    (path,) = _alone[found.epochs, f"evaluate={every}"].glob("results-*")
+    expected = [json.loads(line) for line in path.read_text().splitlines()]
+    for path in found.directory.glob("last-*"):
+        pid = path.name.partition("-")[2]
+        lines = (found.directory / f"results-{pid}").read_text().splitlines()
+        mine = [json.loads(line) for line in lines]
+        assert mine, found.story
+        for one, other in zip(mine, expected[-len(mine) :], strict=True):
+            assert [one[0], one[1], one[3], one[4]] == [other[0], other[1], other[3], other[4]], (one, found.story)
+            assert abs(one[2] / other[2] - 1) < 1e-12, found.story
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        ("evaluate 0", "evaluated 0"),
+        pytest.param(("evaluated 2", "evaluate 2", "evaluated 1"), marks=pytest.mark.slow),
+        pytest.param(("evaluate 1", "evaluated 2|before forward", "evaluate 0"), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_an_evaluation_is_made_again(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, points: tuple[str, ...]
+) -> None:
+    """W02: a rank is lost in an evaluation: the others keep their processes and make it again, whoever had ended it."""
+    plan = [fault(point, number % 2, step=2) for number, point in enumerate(points)]
+    found = run(tmp_path, plan, "evaluate=5", workers=3, epochs=4)
+    found.check_all()
+    check_weights(found, tmp_path_factory, "evaluate=5")
+    check_evaluations(found, tmp_path_factory, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_newcomer_that_was_let_in_behind_an_evaluation(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """W02: a second rank is lost in an evaluation, and the replacement of the first comes in behind it: it is replaced
+    once more, and those that have trained live on."""
+    plan = [fault("evaluate 0", 1, step=2), fault("evaluate 2", 0, world=2, step=0)]
+    found = run(tmp_path, plan, "evaluate=5", "rest=2", workers=3, epochs=1)
+    found.check_all()
+    check_weights(found, tmp_path_factory, "evaluate=5")
+    check_evaluations(found, tmp_path_factory, 5)
+    failures = [each["failure"] for each in found.cluster.events("worker_ended") if each["failure"]]
+    assert any("make an evaluation again" in each for each in failures), failures
 
 
 @pytest.mark.slow

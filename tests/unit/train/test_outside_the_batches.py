@@ -189,3 +189,51 @@ def test_among_the_batches_the_state_is_handed_over_as_it_is(tmp_path, monkeypat
     ours = torch.load(io.BytesIO(handed[1]), weights_only=True)["elasticrt"]
     assert (ours["vars"], ours["position"]["steps"]) == ({"steps": PER_EPOCH + 2}, PER_EPOCH + 2)
     assert f"'evaluate' after step {PER_EPOCH + 2} has lost a worker, and is not done again" in caplog.text
+
+
+def _loses_with_other_weights(script: Script) -> None:
+    """An average's weights lie in the model while it is evaluated."""
+    if script.loop.steps_done == PER_EPOCH + 2:
+        with script.loop.pause("evaluate"):
+            with torch.no_grad():
+                for each in script.model.parameters():
+                    each.zero_()
+            raise torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:1")
+
+
+def _loses_with_a_large_one(script: Script) -> None:
+    if script.loop.steps_done == PER_EPOCH + 2:
+        with torch.no_grad(), script.loop.pause("evaluate"):
+            script.large.weight.zero_()
+            raise torch.distributed.DistNetworkError("Connection closed by peer [127.0.0.1]:1")
+
+
+def test_what_a_pause_changes_is_not_handed_over(tmp_path, monkeypatch):
+    """Weights that are exchanged for the time of an evaluation are not those of the training."""
+    weights = []
+
+    def note(script: Script) -> None:
+        weights[:] = [each.detach().clone() for each in script.model.parameters()]
+        _loses_with_other_weights(script)
+
+    handed = _handed_over(Script, tmp_path / "small", monkeypatch, (_nothing, note, _nothing))
+    assert handed is not None
+    model = torch.load(io.BytesIO(handed[1]), weights_only=True)["model"]
+    assert all(torch.equal(model[name], each) for name, each in zip(("0.weight", "0.bias"), weights, strict=False))
+    assert weights[0].abs().sum() > 0
+    _unlock()
+    acts = (_nothing, _loses_with_a_large_one, _nothing)
+    assert _handed_over(Script, tmp_path / "large", monkeypatch, acts) is None
+
+
+def test_a_pause_that_ends_leaves_nothing_behind(tmp_path, monkeypatch):
+    """What the script changes after it belongs to the step again."""
+
+    def act(script: Script) -> None:
+        with script.loop.pause("evaluate"):
+            pass
+        _loses_among_the_batches(script)
+
+    handed = _handed_over(Script, tmp_path, monkeypatch, (_nothing, act, _nothing))
+    assert handed is not None
+    assert torch.load(io.BytesIO(handed[1]), weights_only=True)["elasticrt"]["vars"] == {"steps": PER_EPOCH + 2}

@@ -1,0 +1,74 @@
+"""`loop.evaluate`: what is made again, and what it refuses. With lost ranks: `tests/chaos/test_in_place.py`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elasticrt import Loop
+from elasticrt.errors import ConfigError
+from elasticrt.train.evaluations import Evaluations
+
+
+@pytest.mark.parametrize(
+    ("standings", "makes", "misses"),
+    [
+        pytest.param(["[2, 0]", "[2, 0]", "[0, 0]"], [[], [], []], [], id="nobody is in one: a newcomer may come in"),
+        pytest.param(["[1, 1]", "[1, 1]"], [[], []], [], id="all are in it, and each makes its own again"),
+        pytest.param(["[1, 1]", "[1, 0]"], [[], [1]], [], id="one has ended it, and takes part again"),
+        pytest.param(["[1, 1]", "[2, 2]", "[2, 0]"], [[], [1], [1, 2]], [], id="some are in the next, or behind it"),
+        pytest.param(["[2, 2]", "[1, 0]", "[3, 0]"], [[], [], [2, 3]], [1], id="one has not come to it"),
+        pytest.param(["[2, 1]", "[2, 2]"], [[], [1]], [], id="one makes the first again, and is lost in that"),
+    ],
+)
+def test_which_are_made_again(standings: list[str], makes: list[list[int]], misses: list[int]) -> None:
+    """From the first that a rank is in, all that had ended it; a rank that has not come to it is told so."""
+    found = []
+    for number, standing in enumerate(standings):
+        begun, at = map(int, standing.strip("[]").split(","))
+        mine = Evaluations()
+        for _ in range(begun):
+            mine.begin(lambda: None)
+        mine.at = at
+        assert mine.standing() == standing
+        found.append(list(mine.meet(standings)))
+        assert mine.is_missed == (number in misses)
+    assert found == makes
+
+
+def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> None:
+    """When it is made again it draws what it drew before."""
+    mine = Evaluations()
+    number = mine.begin(random.random)
+    first = mine.enter(number)()
+    random.random()
+    assert mine.enter(number)() == first
+    mine.forget()
+    assert (mine.at, mine.standing()) == (0, "[0, 0]")
+
+
+def test_evaluate_without_an_agent(tmp_path: Path) -> None:
+    """It calls the function with its arguments, in a pause; an error of it is the script's; in a step it is refused."""
+    model = nn.Linear(1, 1)
+    loop = Loop(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def doubled(number: int, *, plus: int) -> int:
+        assert loop._page.pausing_ns
+        return 2 * number + plus
+
+    with pytest.raises(ConfigError, match="the Loop is not running"):
+        loop.evaluate(doubled, 2, plus=1)
+    for step in loop.steps(2):
+        with loop.step():
+            with pytest.raises(ConfigError, match="an evaluation inside a step"):
+                loop.evaluate(doubled, 2, plus=1)
+            loop._undo._has_stepped()
+        assert loop.evaluate(doubled, step, plus=1) == 2 * step + 1
+        assert loop.evaluate(lambda: loop.evaluate(doubled, 1, plus=0)) == 2
+        with pytest.raises(ZeroDivisionError):
+            loop.evaluate(lambda: 1 / 0)
+    assert (loop.steps_done, loop._page.pausing_ns) == (2, 0)
