@@ -21,7 +21,8 @@ import operator
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -33,7 +34,7 @@ from elasticrt.checkpoint import group_line
 from elasticrt.checkpoint.checkpoint_dir import parse
 from elasticrt.checkpoint.group_line import GroupLine
 from elasticrt.checkpoint.snapshot import gpus_with_room
-from elasticrt.checkpoint.state_copy import MOMENTS
+from elasticrt.checkpoint.state_copy import MOMENTS, UnfitError, only_plain, plain_value
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
 from elasticrt.ipc import proc
@@ -356,20 +357,28 @@ def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
 
 def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(_outline(state, tensors), buffer)
+    with only_plain("state"):
+        torch.save(_outline(state, tensors), buffer)
     return buffer.getvalue()
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a mark in place of each tensor, which is appended to `tensors`."""
+    """`value` with a mark in place of each tensor, which is appended to `tensors`, and otherwise plain."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return (_MARK, str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
-    if isinstance(value, dict):
-        return {key: _outline(each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_outline(each, tensors) for each in value)
-    return value
+    if isinstance(value, Mapping):
+        outline: Any = type(value)() if type(value) in (Counter, OrderedDict) else {}
+        for key, each in value.items():
+            try:
+                outline[plain_value(key)] = _outline(each, tensors)
+            except UnfitError as unfit:
+                unfit.place = f"[{key!r}]{unfit.place}"
+                raise
+        return outline
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_outline(each, tensors) for each in value)
+    return {*map(plain_value, value)} if isinstance(value, set) else plain_value(value)
 
 
 def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
@@ -382,7 +391,7 @@ def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) ->
         return place
     if isinstance(outline, dict):
         has = own if isinstance(own, dict) else {}
-        return {key: _filled(each, has.get(key), spare, places) for key, each in outline.items()}
+        return type(outline)({key: _filled(each, has.get(key), spare, places) for key, each in outline.items()})
     if isinstance(outline, (list, tuple)):
         items = own if isinstance(own, (list, tuple)) and len(own) == len(outline) else [None] * len(outline)
         return type(outline)(_filled(each, item, spare, places) for each, item in zip(outline, items, strict=True))

@@ -622,9 +622,12 @@ class Loop:
             self._undo.put_back_gradients()
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._undo.in_step:
-            self._world.in_place.check_caught()
-        self._world.in_place.check_results()
+        # Between two optimizers the state is that of no step. If nothing was exchanged since the first, the second one
+        # needs no peer any more.
+        if self._undo.has_communicated:
+            if self._undo.in_step:
+                self._world.in_place.check_caught()
+            self._world.in_place.check_results()
         validation.check_optimizer(
             outside=self._has_blocks and not self._undo.in_step,
             completes=self._share is None or self._share.last,

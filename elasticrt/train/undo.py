@@ -90,6 +90,11 @@ class Undo:
         self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(self._has_stepped) for each in self._optimizers]
 
+    @property
+    def has_communicated(self) -> bool:
+        """Whether collectives have begun since the first optimizer of the step, or, before that, in the step at all."""
+        return not self.touched or collectives.sequence_number() != self._collectives
+
     def unwatch(self) -> None:
         """Stop watching."""
         while self._handles:

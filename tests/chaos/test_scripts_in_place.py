@@ -97,6 +97,7 @@ FAST: tuple[Case, ...] = (
     ("caught_and_stepped", 1, 11, "begin"),
     ("scheduled_after", 0, 11, "backward"),
     ("changed_early", 1, 9, "backward"),
+    ("two_optimizers", 1, 11, "stepped"),
 )
 SLOW: tuple[Case, ...] = (
     ("gan", 1, 12, "stepped"),

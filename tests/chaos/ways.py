@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Ever
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import elasticrt
+from elasticrt.distributed import regroup
 from elasticrt.distributed.agent_client import status_page, worker_env
 
 SAMPLES, BATCH, EPOCHS = 120, 12, 4
@@ -70,6 +71,14 @@ class Trial:
         deadline = time.monotonic() + 60
         while step == LET_IN and self._ctx.world_size < 3 and not page.stop and time.monotonic() < deadline:
             time.sleep(0.002)
+
+    def waits_for_the_loss(self) -> None:
+        """Where the victim dies now, the others go on when they have lost it."""
+        assert self._loop is not None
+        deadline = time.monotonic() + 60
+        if self._fault is not None and self._fault[1] == self._loop.steps_done and self._ctx.generation == 1:
+            while not regroup.SOCKETS.lost_a_peer() and time.monotonic() < deadline:
+                time.sleep(0.002)
 
     def done(self, **more: Any) -> None:
         """The block of a step has ended, one way or the other."""
@@ -242,6 +251,34 @@ def gan(trial: Trial) -> None:
                 optimizer_g.step()
             trial.done()
     trial.end(generator, judge)
+
+
+def two_optimizers(trial: Trial) -> None:
+    """One backward pass, and two optimizers one after the other. Numbers of numpy lie in the state."""
+    import numpy as np
+
+    data = Numbers()
+    sampler = elasticrt.ElasticBatchSampler(data, BATCH)
+    model = DDP(net(5, 2))
+    first, *rest = model.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.05), torch.optim.Adam(rest, lr=0.01)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.5 * (1 + np.cos(step / STEPS)))
+    loop = trial.loop(sampler=sampler, model=model, first=optimizers[0], second=optimizers[1], schedule=schedule)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                optimizers[0].step()
+                trial.at("stepped")
+                trial.waits_for_the_loss()
+                optimizers[1].step()
+                model.zero_grad()
+                schedule.step()
+                loop.vars["best"] = np.float64(min(loop.vars.get("best", 1e9), loop.steps_done))
+            trial.done()
+    trial.end(model)
 
 
 def averaged(trial: Trial) -> None:
@@ -788,6 +825,7 @@ WAYS: dict[str, Callable[[Trial], None]] = {
     way.__name__: way
     for way in (
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
+        two_optimizers,
         accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, changed_since, in_a_closure,
         outside, simple, compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
         without_sampler, frozen,

@@ -8,13 +8,15 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from elasticrt.checkpoint.group_line import GroupLine, parcels
 from elasticrt.checkpoint.state_transfer import Line, Spare, chain, rehearse, share
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.regroup import Meeting, Overtaken
+from elasticrt.errors import ConfigError
 
 NEW = -1  # A newcomer, or a rank in the middle of a step that its optimizer has begun.
 
@@ -368,6 +371,25 @@ def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
     for name, tensor in state["model"].items():
         assert told["model"][name] is tensor
         assert torch.equal(tensor, expected["model"][name])
+
+
+class _Odd(NamedTuple):
+    number: int
+
+
+def test_values_travel_as_they_are_saved() -> None:
+    """Numbers of numpy and named tuples become plain ones; what cannot be saved is named by its place."""
+    state = {
+        "vars": {"best": np.float64(0.5), "count": np.int64(3), "odd": _Odd(4), "seen": {1, 2}},
+        "counter": Counter(a=2),
+        "ordered": OrderedDict(b=torch.ones(1)),
+    }
+    told = rehearse(state)
+    assert told["vars"] == {"best": 0.5, "count": 3, "odd": (4,), "seen": {1, 2}}
+    assert [type(each) for each in told["vars"].values()] == [float, int, tuple, set]
+    assert (told["counter"]["none"], type(told["ordered"])) == (0, OrderedDict)
+    with pytest.raises(ConfigError, match=r"saved \(state\['vars'\]\['last'\]\): got collections.deque"):
+        rehearse({"vars": {"last": deque([1])}})
 
 
 # By the group itself.
