@@ -149,6 +149,7 @@ class Checkpointer:
             node=worker.node,
             place=self.place if worker.has_agent else "",
             total=0 if total == step else max(1, total),
+            root="" if known is None else known.history,
         )
         run = "" if worker.run_id == "none" else worker.run_id  # Torchrun's name for a run without one.
         return Manifest(commit, run, collectives.rank_and_world()[1])

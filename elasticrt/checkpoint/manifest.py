@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from typing import Any
 
 from elasticrt.ipc.env import Commit
@@ -96,13 +95,27 @@ class History:
             yield manifest
             nonce = manifest.commit.parent
 
-    def beyond(self, nonce: str, run: str) -> list[Manifest]:
-        """Newest first: what `run` has committed on top of its head `nonce`. Nothing, unless etcd has forgotten it."""
-        for head in self.committed():
-            later = list(takewhile(lambda each: each.commit.nonce != nonce, self.lineage(head.commit.nonce)))
-            if head.run == run and (not later or later[-1].commit.parent == nonce):
-                return later
-        return []
+    def ancestors(self, commit: Commit, run: str) -> Iterator[Manifest]:
+        """What `commit` of `run` descends from, newest first. Behind a manifest that cannot be read it is what the run
+        had committed before."""
+        while True:
+            for manifest in self.lineage(commit.parent):
+                yield manifest
+                commit = manifest.commit
+            older = [each for each in self._of(commit, run) if each.commit.serial < commit.serial]
+            if commit.parent not in self.marked or not older:
+                return
+            yield older[0]
+            commit = older[0].commit
+
+    def beyond(self, head: Commit, run: str) -> list[Manifest]:
+        """Newest first: what `run` has committed after its `head`. Nothing, unless etcd has forgotten it."""
+        later = [each for each in self._of(head, run) if each.commit.serial > head.serial]
+        return [each for each in later if each.commit.reached >= head.reached]
+
+    def _of(self, commit: Commit, run: str) -> list[Manifest]:
+        """Newest first: what `run` has committed in the history of `commit`."""
+        return [each for each in self.committed() if each.run == run and each.commit.history == commit.history]
 
     def committed(self) -> list[Manifest]:
         """Newest first: what is no draft, and everything that one of these descends from."""

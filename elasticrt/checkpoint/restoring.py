@@ -213,8 +213,8 @@ class Restoring:
             # As etcd records it, not as the directory says. Without a manifest here the world size is not known.
             known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
             point = RESUME, Manifest(resume, run, known.world_size)
-            beyond = [(BEYOND, each) for each in history.beyond(resume.nonce, run)]
-            ordered = [*beyond, point, *((OLDER, each) for each in history.lineage(resume.parent))]
+            beyond = [(BEYOND, each) for each in history.beyond(resume, run)]
+            ordered = [*beyond, point, *((OLDER, each) for each in history.ancestors(resume, run))]
         for kind, manifest in ordered:
             try:
                 self._directory.look(manifest.commit)

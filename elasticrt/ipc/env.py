@@ -92,6 +92,7 @@ class Commit(_Record):
         node: the node whose rank 0 wrote it, which has the file if the directory is not shared; "" without an agent.
         place: 16 hex digits that identify the directory in the run, the same on all nodes; "" if the run has only one.
         total: steps that the run had trained by then, with all its directories; 0 if that is `step`.
+        root: the nonce of the first commit of the history; "" for that one itself.
 
     Raises ValueError when a field does not have its form.
     """
@@ -109,6 +110,7 @@ class Commit(_Record):
     node: str = ""
     place: str = ""
     total: int = 0
+    root: str = ""
 
     FORMS = {  # noqa: RUF012  It is one of the base class.
         "nonce": _HEX16,
@@ -118,12 +120,18 @@ class Commit(_Record):
         "digest": _HEX64,
         "node": r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
         "place": f"({_HEX16})?",
+        "root": f"({_HEX16})?",
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(unpacked(self.directory).encode(errors="surrogateescape")) > PATH_BYTES_MAX:
             raise ValueError(f"field 'directory' of a commit: expected at most {PATH_BYTES_MAX} bytes")
+
+    @property
+    def history(self) -> str:
+        """The name of the history that it belongs to: of all that descends from one first commit."""
+        return self.root or self.nonce
 
     @property
     def reached(self) -> int:

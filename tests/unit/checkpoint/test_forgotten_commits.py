@@ -13,11 +13,17 @@ def _history(*chains: str, marked: str) -> History:
     manifests = {}
     for chain in chains:
         parent = "" if chain[0] in "ax" else chr(ord(chain[0]) - 1)
-        for serial, name in enumerate(chain):
-            commit = Commit(serial, 0, 1, _nonce(name), _nonce(parent), "/ckpt", f"{name}.pt", "d" * 64, 1, serial)
+        for name in chain:
+            commit = _commit(name, parent)
             manifests[commit.nonce] = Manifest(commit, "run" if name.islower() else "other", 1)
             parent = name
     return History(manifests, frozenset(map(_nonce, marked)))
+
+
+def _commit(name: str, parent: str) -> Commit:
+    serial = ord(name)
+    root = _nonce("" if name in "ax" else "x" if name in "yz" else "a")
+    return Commit(serial, 0, 1, _nonce(name), _nonce(parent), "/ckpt", f"{name}.pt", "d" * 64, 1, serial, root=root)
 
 
 def _nonce(name: str) -> str:
@@ -33,12 +39,29 @@ def _nonce(name: str) -> str:
         pytest.param(["abcd"], "d", "b", "dc", id="a lost mark: the ancestors of a committed one were committed"),
         pytest.param(["ab", "xyz"], "abxyz", "b", "", id="another history in the same directory"),
         pytest.param(["bcd"], "bcd", "a", "dcb", id="the head itself has been deleted here"),
-        pytest.param(["cd"], "cd", "a", "", id="nothing shows that these descend from the head"),
+        pytest.param(["cd"], "cd", "a", "dc", id="what lies between has been deleted as well"),
         pytest.param([], "", "a", "", id="an empty directory"),
         pytest.param(["abXY"], "abXY", "b", "", id="another run went on from here"),
     ],
 )
 def test_beyond(chains: list[str], marked: str, head: str, beyond: str) -> None:
     """E20, S8: newest first, the committed descendants of the head; nobody else's history."""
-    found = _history(*chains, marked=marked).beyond(_nonce(head), "run")
+    found = _history(*chains, marked=marked).beyond(_commit(head, ""), "run")
     assert "".join(manifest.commit.file[0] for manifest in found) == beyond
+
+
+@pytest.mark.parametrize(
+    ("chains", "marked", "ancestors"),
+    [
+        pytest.param(["abcde"], "abcde", "dcba", id="all manifests are whole"),
+        pytest.param(["abc", "e"], "abcde", "cba", id="one is torn: what was committed before it"),
+        pytest.param(["ab", "d"], "abcde", "dba", id="one behind it is torn"),
+        pytest.param(["abc", "e", "xy"], "abcdexy", "cba", id="another history in the same directory"),
+        pytest.param(["abc", "e"], "abce", "", id="one is gone: in the directory of another node, or deleted"),
+        pytest.param(["aB"], "aBde", "a", id="another run went on from there"),
+    ],
+)
+def test_ancestors(chains: list[str], marked: str, ancestors: str) -> None:
+    """S8: newest first, what the run committed before its head, also behind a manifest that cannot be read."""
+    found = _history(*chains, marked=marked).ancestors(_commit("e", "d"), "run")
+    assert "".join(manifest.commit.file[0] for manifest in found) == ancestors
