@@ -167,6 +167,7 @@ class Connections:
             # A server with TLS hangs up on a client without, and the reverse.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             remedy = "An etcd without TLS needs http://" if "Handshake read failed" in str(error) else remedy
+            remedy = _CHECK_LOGIN if "invalid user ID or password" in str(error) else remedy
             where = ", ".join(self.names)
             raise StoreUnavailable(message, where, got=error, remedy=remedy) from error.__cause__
 
@@ -227,6 +228,8 @@ class _Operation:
         meaning, where = judge_error(code, details), str(endpoint.address)
         if meaning is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
             meaning = ErrorMeaning.NOT_SENT
+        if meaning is ErrorMeaning.REFUSED and not sent and self._connections.reached:
+            meaning = ErrorMeaning.NOT_SENT  # A login that was good before: the user or its password is being replaced.
         match meaning:
             case ErrorMeaning.NOT_SENT:
                 _logger.debug("etcd at %s: %s: %s", where, code, details)

@@ -163,14 +163,15 @@ def _written(store: EtcdStore, key: str) -> bool:
 
 
 def test_password_changes(guarded: EtcdServer, connect: Connect, tmp_path: Path) -> None:
-    """A changed password is read from its file at the next login; until the file has it, the refusal is clear (E09)."""
+    """A changed password is read from its file at the next login; until the file has it, etcd counts as away, and the
+    reason is clear (E09)."""
     store = connect(guarded.address, login(tmp_path))
     put(store, "/elasticrt/mine/a")
     command = [wheel_binary().with_name("etcdctl"), "--endpoints", f"127.0.0.1:{guarded.port}", "--user", "root:root"]
     subprocess.run(
         [*command, "user", "passwd", "job", "--interactive=false"], input="new\n", text=True, check=True, timeout=30
     )
-    with pytest.raises(StoreRefused, match="--etcd-password-file"):
+    with pytest.raises(StoreUnavailable, match=r"invalid user ID or password.*--etcd-password-file"):
         put(store, "/elasticrt/mine/b")
     login(tmp_path, "new")
     assert put(store, "/elasticrt/mine/b") > 0
