@@ -302,6 +302,7 @@ class EtcdAway(Event):
     problem: str = ""  # What a request has got in place of one; "": etcd answers again.
     # Whether that is another one, which knows nothing: the one that the agents had started has died.
     fresh: bool = False
+    etcd: str = ""  # Its address, then.
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,8 @@ class Agent(Side):
         if not fresh and (self.away_since is not None) == bool(outage.problem):
             return
         since, problem, now = self.away_since or outage.since, "" if fresh else outage.problem, self.clock.monotonic()
-        self.console.events.write(events.EtcdAway(round(now - since, 1) if since else 0.0, problem, fresh))
+        etcd = ",".join(map(str, self.membership.meeting.endpoints)) if fresh else ""
+        self.console.events.write(events.EtcdAway(round(now - since, 1) if since else 0.0, problem, fresh, etcd))
         self.away_since = since if problem else None
 
     def alarms(self, now: float) -> Iterable[float]:

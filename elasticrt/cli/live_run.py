@@ -15,10 +15,11 @@ from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
-from elasticrt.store.embedded import find
+from elasticrt.store.embedded import Served, find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
+from elasticrt.story.fold import Story
 from elasticrt.story.sentences import state
 
 
@@ -64,7 +65,19 @@ def _lives_here(directory: Path) -> bool:
         return False
     if story.result is not None or not story.alive():
         return False
-    return find(directory.name) is not None or bool(run_dir.alive_here(story))
+    return _served(directory.name, story)[0] is not None or bool(run_dir.alive_here(story))
+
+
+def _served(run_id: str, story: Story | None) -> tuple[Served | None, str]:
+    """The etcd that agents have started on this machine for the run of this `story`, which its directory tells, if any.
+
+    It is none where another directory's run has that id and that etcd; then the text says how to mean that one.
+    """
+    served = find(run_id)
+    if served is None or story is None or story.etcd == str(served.address):
+        return served, ""
+    how = f"name its directory, or give --etcd {served.address}"
+    return None, f"A live run of that name is another directory's, or is starting: {how}"
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
@@ -118,9 +131,9 @@ class LiveRun:
         return ConfigError("no node of this run has registered yet", where, expected=expected, remedy=remedy)
 
 
-def has_ended(run_id: str, how: str) -> ConfigError:
+def has_ended(run_id: str, how: str, remedy: str = "") -> ConfigError:
     """The error about a run that has a result."""
-    remedy = f"`elasticrt report {run_id}` tells more"
+    remedy = remedy or f"`elasticrt report {run_id}` tells more"
     return ConfigError("the run has ended", f"run {run_id}", got=how, expected="a live run", remedy=remedy)
 
 
@@ -128,8 +141,8 @@ def has_ended(run_id: str, how: str) -> ConfigError:
 def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveRun]:
     """The run in its etcd. Raises ConfigError where that is not known, StoreUnavailable where it does not answer.
 
-    That is the etcd of `options`, else the one that agents have started on this machine, else the one that agents have
-    noted in the run's `directory`.
+    That is the etcd of `options`, else the one that agents have noted in the run's `directory`; where they have noted
+    nothing there, the one that agents have started on this machine.
     """
     endpoints = where_etcd_is(options)[0] or _etcd_of(run_id, directory)
     store = EtcdStore(endpoints, read_credentials(options))
@@ -143,19 +156,19 @@ def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveR
 
 
 def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
-    served = find(run_id)
+    story = run_dir.read(directory) if run_dir.has_events(directory) else None
+    served, another = _served(run_id, story)
     if served is not None:
         return (served.address,)
-    story = run_dir.read(directory) if run_dir.has_events(directory) else None
     # Its agents have accepted it. A socket is of use on its machine, and of a bundled etcd as long as they live.
     if story is not None and (story.etcd.startswith("http") or (story.result is None and run_dir.alive_here(story))):
         return parse_endpoints(story.etcd)
     if story is not None and (story.result is not None or not story.alive()):
-        raise has_ended(run_id, state(story))
+        raise has_ended(run_id, state(story), another)
     run_dir.check_events(directory)
     raise ConfigError(
         "no agent of this run is on this machine",
         f"run {run_id}",
         expected="one that lives, or --etcd",
-        remedy="Check its name (`elasticrt runs`), or name the etcd of a run elsewhere with --etcd",
+        remedy=another or "Check its name (`elasticrt runs`), or name the etcd of a run elsewhere with --etcd",
     )

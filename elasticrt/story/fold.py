@@ -632,7 +632,7 @@ class Story:
         if not event.problem:
             self.outages.append((at - event.away_s, at))
         if event.fresh:
-            self._fresh_at = at
+            self._fresh_at, self.etcd = at, event.etcd or self.etcd
 
     def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, at: float) -> None:
         """Steps stand still, or go on again."""

@@ -15,6 +15,7 @@ import pytest
 
 from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
+from elasticrt.story.run_dir import read
 from tests.cluster import TOGETHER, Cluster, gone, kill
 from tests.servers import EtcdServer, wheel_binary
 
@@ -189,7 +190,7 @@ def test_an_outage_of_etcd_restarts_nobody(tmp_path: Path, etcd: EtcdServer) -> 
 
 
 def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
-    """The machine's own etcd is killed: agents start a fresh one, numbers go on, and the run succeeds."""
+    """The machine's own etcd is killed: agents start a fresh one and note it, numbers go on, and the run succeeds."""
     with Run(tmp_path, "--nnodes", "2", "--lease-ttl", "2") as run:
         run.start("n0")
         run.start("n1")
@@ -199,6 +200,9 @@ def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         (etcd,) = psutil.Process(served.keeper_pid).children()
         kill(etcd.pid)
         run.wait_for_training(2, 2)
+        fresh = find(run.run_id)
+        assert fresh is not None
+        assert read(run.run_dir).etcd == str(fresh.address)
         run.finish()
         assert run.ended() == {"n0": 0, "n1": 0}
 

@@ -42,14 +42,14 @@ def _run(
 ) -> None:
     """A run with a directory; one that lives is this process, with an etcd whose keeper it is as well."""
     log = EventLog("node-0", Path("runs", name))
-    pid = pid or (os.getpid() if lives else NOBODY)
+    pid, served = pid or (os.getpid() if lives else NOBODY), Address("http", "127.0.0.1", 9)
+    etcd = str(served) if lives else etcd
     for event in (events.AgentStarted(pid, name, etcd, f"runs/{name}", machine or own_machine(), 1, 1), *more):
         log.write(event)
     log.close()
     if lives:
         with locked() as (directory, _):
-            served = Served(Address("http", "127.0.0.1", 9), os.getpid(), start_of(os.getpid()))
-            write_record(record_of(directory, name), served)
+            write_record(record_of(directory, name), Served(served, os.getpid(), start_of(os.getpid())))
 
 
 def _arguments(run: str | None = None) -> argparse.Namespace:
@@ -98,6 +98,33 @@ def test_an_own_etcd_that_does_not_answer(command: list[str], capsys: pytest.Cap
     said = capsys.readouterr().err
     assert "(unix:/no/such/etcd:0)" in said
     assert "`elasticrt doctor --etcd unix:/no/such/etcd:0` looks for the reason" in said
+
+
+def test_a_directory_never_means_another_run_of_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own etcd is asked, though another directory's run of that id has one on this machine."""
+    _run("calm-fox", lives=True)
+    Path("runs").rename("theirs")
+    _run("calm-fox", lives=False)
+    assert live_here("runs") == []
+    assert main(["status", "runs/calm-fox"]) == 0
+    assert "run calm-fox: ended without a result (killed)" in capsys.readouterr().out
+    assert main(["stop", "runs/calm-fox"]) == 2
+    said = capsys.readouterr().err
+    assert "got ended without a result (killed)" in said
+    assert "name its directory, or give --etcd http://127.0.0.1:9" in said
+    assert main(["stop", "theirs/calm-fox"]) == 4
+    assert "2 s (http://127.0.0.1:9)" in capsys.readouterr().err
+    _run("calm-fox", lives=False, etcd="http://127.0.0.1:8")
+    assert main(["stop", "runs/calm-fox"]) == 4
+    assert "2 s (http://127.0.0.1:8)" in capsys.readouterr().err
+
+
+def test_a_fresh_etcd_in_place_of_one_that_had_died(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's directory notes it, so that a command finds it there."""
+    _run("calm-fox", lives=True)
+    _run("calm-fox", events.EtcdAway(3.0, fresh=True, etcd="http://127.0.0.1:9"), lives=False, pid=os.getpid())
+    assert main(["stop", "runs/calm-fox"]) == 4
+    assert "2 s (http://127.0.0.1:9)" in capsys.readouterr().err
 
 
 def test_a_run_whose_agents_are_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
