@@ -57,16 +57,27 @@ def _version(text: str, parts: int) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:parts]))
 
 
-def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own: bool, open_to_all: bool) -> Finding:
+def etcd(
+    where: str,
+    server: ServerStatus,
+    read_s: float,
+    write_s: float,
+    *,
+    own: bool,
+    open_to_all: bool,
+    refused: str = "",
+) -> Finding:
     """An etcd at `where`, and the times of a read and a write; an etcd that reports troubles was asked for neither.
 
-    `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login.
+    `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login. `refused`: the
+    prefix of doctor's own below which this user may not write.
     """
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
     default = "" if server.quota_bytes else " (the default)"  # Before 3.6 etcd does not tell its quota.
-    times = "" if troubles else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
+    times = "" if troubles or refused else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
+    no_times = f"; times are unknown, as this user has no readwrite permission on {refused}"
     return _judged(
         f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)}{default} used",
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
@@ -74,6 +85,7 @@ def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),
         (server.used_bytes > 0.8 * quota, "warn", "; nearly full", "Compact and defragment it, or raise its quota"),
         (write_s > 0.1, "warn", "; slow", "Give it a disk that flushes within 10 ms, and a place near the nodes"),
+        (refused, "warn", no_times, "Look where a run may write, with its --run-id, or give the user that permission"),
         (unsafe, "warn", "; this version can lose its last writes in a crash", "Use 3.5.5 or newer"),
         (open_to_all, "warn", "; whoever reaches it can change the runs", "Use TLS with client certificates"),
     )

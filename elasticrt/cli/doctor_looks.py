@@ -38,7 +38,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import is_loopback
-from elasticrt.store.protocol import Address, Put, Txn, bracketed
+from elasticrt.store.protocol import Address, Put, Store, StoreRefused, Txn, bracketed
 
 LOOK_S = 120.0
 """What one look may take: torch takes more than a minute to load from a cold disk in the network."""
@@ -114,19 +114,30 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
     from elasticrt.store.etcd import EtcdStore
 
     check_listening((endpoint,))
-    store, read_s, write_s = EtcdStore((endpoint,), configure.read_credentials(options)), 0.0, 0.0
-    key = f"/elasticrt/{options.run_id or 'doctor'}/doctor/{uuid4().hex}"
+    store, read_s, write_s, refused = EtcdStore((endpoint,), configure.read_credentials(options)), 0.0, 0.0, ""
+    prefix = f"/elasticrt/{options.run_id or 'doctor'}/"
+    key = f"{prefix}doctor/{uuid4().hex}"
     try:
         server = store.status()
-        if not server.troubles:
-            read_s = _median_s(lambda: store.read(key))
-            lease = store.grant(10.0).lease_id
-            write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
-            store.revoke(lease)
+        try:
+            read_s, write_s = (0.0, 0.0) if server.troubles else _times(store, key)
+        except StoreRefused as error:
+            if options.run_id is not None or "permission denied" not in str(error):
+                raise
+            refused = prefix  # Which no run needs.
     finally:
         store.close()
     open_to_all = endpoint.scheme == "http" and not is_loopback(endpoint) and options.etcd_user is None
-    return findings.etcd(str(endpoint), server, read_s, write_s, own=own, open_to_all=open_to_all)
+    return findings.etcd(str(endpoint), server, read_s, write_s, own=own, open_to_all=open_to_all, refused=refused)
+
+
+def _times(store: Store, key: str) -> tuple[float, float]:
+    """The seconds that a read and a write of `key` take. Raises StoreError."""
+    read_s = _median_s(lambda: store.read(key))
+    lease = store.grant(10.0).lease_id
+    write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
+    store.revoke(lease)
+    return read_s, write_s
 
 
 def _median_s(act: Callable[[], object]) -> float:
