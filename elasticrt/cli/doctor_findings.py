@@ -75,11 +75,12 @@ def etcd(
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
-    default = "" if server.quota_bytes else " (the default)"  # Before 3.6 etcd does not tell its quota.
+    # Before 3.6 etcd does not tell its quota, and one that is full may have less than the default.
+    known = f" of {_size(quota)}" if server.quota_bytes else "" if troubles else f" of {_size(quota)} (the default)"
     times = "" if troubles or refused else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     no_times = f"; times are unknown, as this user has no readwrite permission on {refused}"
     return _judged(
-        f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)}{default} used",
+        f"{server.version} {place}: {times}{_size(server.used_bytes)}{known} used",
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),

@@ -58,6 +58,7 @@ CASES: list[tuple[Finding, str, str]] = [
     (etcd(ServerStatus("3.3.27", 0, 0, ())), "fail", "too old"),
     (etcd(ServerStatus("3.6.4", 7 * GIB, 8 * GIB, ())), "warn", "7.0 GiB of 8.0 GiB used; nearly full"),
     (etcd(ServerStatus("3.5.21", 2 * GIB, 0, ("memberID:1 alarm:NOSPACE ",))), "fail", "defragment"),
+    (etcd(ServerStatus("3.5.21", 2 * MIB, 0, ("memberID:1 alarm:NOSPACE ",))), "fail", ": 2 MiB used; memberID:1"),
     (etcd(ServerStatus("3.5.21", 0, 0, ("etcdserver: no leader",))), "fail", "majority"),
     (etcd(HEALTHY, write_s=0.3), "warn", "writes in 300.0 ms"),
     (etcd(HEALTHY, open_to_all=True), "warn", "TLS"),
