@@ -33,7 +33,7 @@ from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.slurm import Slurm
 from elasticrt.ipc.cgroups import available_bytes
-from elasticrt.ipc.proc import gpus, listening, text_of
+from elasticrt.ipc.proc import gpus, listening, start_of, text_of
 from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
@@ -105,6 +105,10 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data))
         try:
             etcd.start()
+            with embedded.locked() as (directory, _):
+                record = embedded.record_of(directory, data.name)
+                embedded.write_record(record, embedded.Served(etcd.address, os.getpid(), start_of(os.getpid())))
+                record.unlink()
             yield "etcd", _asked(etcd.address, options, own=True)
         finally:
             etcd.stop()

@@ -106,10 +106,15 @@ def read_record(path: Path) -> Served | None:
 
 
 def write_record(path: Path, served: Served) -> None:
-    """Register a server, in one step. With the lock held."""
+    """Register a server, in one step. With the lock held. Raises StoreError where that cannot be written."""
     draft = path.with_suffix(".new")
-    draft.write_text(json.dumps(asdict(served)), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(asdict(served)), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        what, remedy = "the embedded etcd can't be registered", "Make room there, or set XDG_RUNTIME_DIR"
+        raise StoreError(what, str(path.parent), got=error.strerror, remedy=remedy) from error
 
 
 def record_of(directory: Path, run_id: str) -> Path:

@@ -150,7 +150,7 @@ def main(text: str) -> None:
                 keep(order["run_id"], etcd, record, signals)
             finally:
                 etcd.stop()
-    except StoreError as error:
+    except (StoreError, OSError) as error:  # Where no directory can have its data, the text names those.
         _answer(str(error))
 
 

