@@ -22,6 +22,9 @@ ROLE_MAX_BYTES = 128
 COMMAND_MAX_BYTES = 8192
 WORD_MAX_BYTES = 4096
 
+COMMAND_SHOWN = 200
+"""A command of so many characters is shown as a whole."""
+
 
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words of a command, known by their digest where they are long or not plain: they are only compared."""
@@ -85,10 +88,17 @@ def _options(spec: RunSpec) -> dict[str, str]:
 
 
 def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Three words of each command, from the last one that they share on: commands are long."""
+    """Both commands; where one is long three words of each, from the last one that they share on."""
+    if max(len(shell(one)), len(shell(other))) <= COMMAND_SHOWN:
+        return shell(one), shell(other)
     first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     begin = max(0, first - 1)
-    return shell(one[begin : begin + 3]), shell(other[begin : begin + 3])
+    return _from(one, begin), _from(other, begin)
+
+
+def _from(words: Sequence[str], begin: int) -> str:
+    """Three words from index `begin` on; dots stand for others."""
+    return "... " * (begin > 0) + shell(words[begin : begin + 3]) + " ..." * (len(words) > begin + 3)
 
 
 def resized(spec: RunSpec, to: RunSpec) -> RunSpec:
