@@ -5,10 +5,12 @@ The schema of a line is `elasticrt.events`. A run can be read from these files w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import cache
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from elasticrt import events
 from elasticrt.ipc.file_modes import make_directory
+from elasticrt.ipc.room import give_room_back, keep_room
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,16 @@ PIECE_BYTES = 1 << 16
 OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000
 """The file gets an event of a frequent kind once in a thousandth of the log's age: about 10,000 lines in a week."""
+
+RETRY_S = 1.0
+KEPT = 100
+"""While the file takes nothing, it is tried so often, and so many newest events of each kind are kept for it."""
+
+ROOM_BYTES = 4096
+"""So much of the disk is kept for last words about a file that takes nothing."""
+
+LAST_WORDS = (events.Generation, events.Committed, events.Result, events.AgentStopped)
+"""What the last words say, where the file takes nothing until the agent ends: the newest of each kind."""
 
 
 def files(directory: Path) -> list[Path]:
@@ -120,8 +133,50 @@ class Sparse:
         return lines
 
 
+class Backlog:
+    """Lines that wait for room in the file, with the kind of event that has brought them."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[type[events.Event], bytes]] = []
+        self._counts: Counter[type[events.Event]] = Counter()
+        self._dropped = 0
+
+    @property
+    def missing(self) -> int:
+        """How many lines the file lacks."""
+        return self._dropped + sum(lines.count(b"\n") for _, lines in self.lines)
+
+    def add(self, kind: type[events.Event], lines: bytes) -> None:
+        """The next lines. Of each kind only the newest are kept."""
+        self.lines.append((kind, lines))
+        self._counts[kind] += 1
+        if self._counts[kind] > KEPT:
+            self._dropped += self.take(next(place for place, (each, _) in enumerate(self.lines) if each is kind))
+
+    def take(self, place: int = 0) -> int:
+        """Take away the lines at this place. Returns how many they are."""
+        kind, lines = self.lines.pop(place)
+        self._counts[kind] -= 1
+        return lines.count(b"\n")
+
+    def last_words(self, room: int) -> bytes:
+        """Take the lines that `LAST_WORDS` names, as far as there is room for them, in their order."""
+        places = {kind: place for place, (kind, _) in enumerate(self.lines) if kind in LAST_WORDS}
+        found = []
+        for place in sorted(places.values(), reverse=True):
+            lines = self.lines[place][1]
+            if len(lines) <= room:
+                room -= len(lines)
+                found.append(lines)
+                self.take(place)
+        return b"".join(reversed(found))
+
+
 class EventLog:
-    """Writes events, from any thread. If the directory cannot be written to, or is deleted, there is one warning.
+    """Writes events, from any thread. If the directory is deleted, there is one warning.
+
+    While the file cannot be written to, because the disk is full for instance, it is tried again about every second.
+    Then the file gets what was kept for it, and for how long it took nothing: see `events.Unwritten`.
 
     Args:
         node: the node's name.
@@ -131,11 +186,15 @@ class EventLog:
 
     def __init__(self, node: str, directory: Path | None, fd: int = -1) -> None:
         self._node = node
-        self._directory = directory
+        self._directory = directory  # None also when it was deleted.
         self._fd = fd
         self._lock = threading.Lock()
         self._file = -1
-        self._opened = False
+        self._torn = False  # Whether the file ends within a line: what follows must not be part of it.
+        self._since: float | None = None  # Since when the file takes nothing; None while it does.
+        self._reason = ""  # Why.
+        self._tried_at = 0.0
+        self._backlog = Backlog()
         self._listeners: list[Callable[[events.Record], object]] = []
         self._sparse = Sparse()
 
@@ -152,22 +211,24 @@ class EventLog:
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
-            self._open()
-            if self._file >= 0 and not os.fstat(self._file).st_nlink:
-                log.warning("no further events are written: %s was deleted", self._directory)
-                os.close(self._file)
-                self._file = -1
-            self._file = self._put(self._file, self._sparse.due(type(event), line, at))
+            if self._directory is not None:
+                self._keep(event, line, at)
             self._fd = self._put(self._fd, line)
             self._tell(events.Record(event, self._node, at, now.timestamp()))
 
     def close(self) -> None:
         """Close the file. The inherited descriptor stays open until the process ends."""
         with self._lock:
-            self._put(self._file, self._sparse.rest())
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = -1
+            if self._directory is None or self._file < 0:
+                return
+            if rest := self._sparse.rest():
+                self._backlog.add(events.Progress, rest)
+            self._flush(time.monotonic())
+            with contextlib.suppress(OSError):
+                if self._since is not None:
+                    self._last_words()
+                give_room_back(self._file)
+            self._end()
 
     def _tell(self, record: events.Record) -> None:
         for heard in tuple(self._listeners):
@@ -177,26 +238,82 @@ class EventLog:
                 self._listeners.remove(heard)  # An error in a view does not end the run.
                 log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
-    def _open(self) -> None:
-        if self._opened or self._directory is None:
+    # The file.
+
+    def _keep(self, event: events.Event, line: bytes, at: float) -> None:
+        """Write `event` to the file, or keep it until the file takes it."""
+        if self._file >= 0 and not os.fstat(self._file).st_nlink:
+            log.warning("no further events are written: %s was deleted", self._directory)
+            self._end()
             return
-        self._opened = True
-        path = self._directory / f"events-{self._node}.jsonl"
+        ends = isinstance(event, (events.Result, events.AgentStopped))  # There may be no later event.
+        if self._since is not None and (ends or at - self._tried_at >= RETRY_S):
+            self._flush(at, resumes=True)
+        if lines := self._sparse.due(type(event), line, at):
+            self._backlog.add(type(event), lines)
+            if self._since is None:
+                self._flush(at)
+
+    def _flush(self, at: float, *, resumes: bool = False) -> None:
+        """Write what waits for room. With `resumes` say then that the file takes events again."""
         try:
-            make_directory(self._directory)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            size = os.fstat(self._file).st_size
-            # A killed agent or a full disk has left half a line: what follows must not be part of it.
-            torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+            self._open()
+            while self._backlog.lines and (resumes or self._since is None):
+                _, lines = self._backlog.lines[0]
+                keep_room(self._file, len(lines) + ROOM_BYTES)
+                self._append(lines)
+                self._backlog.take()
+            if resumes and self._since is not None:
+                self._append(self._unwritten(self._backlog.missing, over=True))
+                log.warning("events are written again, after %.0f s", at - self._since)
+                self._since, self._backlog = None, Backlog()
         except OSError as error:
-            log.warning("no events are kept: %s: %s", path, error.strerror)
-            self._file = -1
-        else:
-            self._file = self._put(self._file, b"\n" if torn else b"")
+            self._tried_at = at
+            if self._since is None:
+                self._since, self._reason = at, error.strerror or str(error)
+                log.warning("events are kept in memory, as %s takes none: %s", self._directory, error.strerror)
+                with contextlib.suppress(OSError):
+                    self._append(self._unwritten(0))
+
+    def _unwritten(self, missing: int, *, over: bool = False) -> bytes:
+        """The line that says for how long the file takes nothing."""
+        at, now = time.monotonic(), datetime.now(timezone.utc)
+        for_s = round(at - (self._since or at), 3)
+        return events.encode(events.Unwritten(for_s, self._reason, missing, over), self._node, at, now) + b"\n"
+
+    def _last_words(self) -> None:
+        """The file takes nothing, and the agent ends: use the room that was kept. Raises OSError."""
+        words = self._backlog.last_words(ROOM_BYTES // 2)
+        self._append(self._unwritten(self._backlog.missing))
+        self._append(words)
+
+    def _append(self, lines: bytes) -> None:
+        """Raises OSError."""
+        left = b"\n" * self._torn + lines
+        while left:
+            written = os.write(self._file, left)
+            left = left[written:]
+            self._torn = bool(left)
+
+    def _open(self) -> None:
+        """Raises OSError."""
+        if self._file >= 0 or self._directory is None:
+            return
+        make_directory(self._directory)
+        path = self._directory / f"events-{self._node}.jsonl"
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        # A killed agent has left half a line.
+        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def _end(self) -> None:
+        """Write no more to the file."""
+        os.close(self._file)
+        self._file, self._directory = -1, None
 
     @staticmethod
     def _put(fd: int, line: bytes) -> int:
-        """Write to a descriptor. Returns it, or -1 after an error: a full disk ends the log, perhaps within a line."""
+        """Write to the inherited descriptor. Returns it, or -1 after an error, which may be within a line."""
         if fd < 0:
             return fd
         try:

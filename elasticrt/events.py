@@ -306,6 +306,19 @@ class EtcdAway(Event):
 
 
 @dataclass(frozen=True)
+class Unwritten(Event):
+    """Events could not be written to this file: the disk is full; or they can again. Written to the file alone.
+
+    Events from before it that were kept in memory come before the one that says that it is over.
+    """
+
+    for_s: float  # Seconds for which nothing could be written until now; 0: from now on.
+    reason: str  # What was found.
+    missing: int = 0  # How many events of that time are not in the file; live views have got all.
+    over: bool = False  # Whether events are written again.
+
+
+@dataclass(frozen=True)
 class Failure(Event):
     """The report of a run that has failed."""
 

@@ -57,8 +57,8 @@ _FINISHED = (
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
 
-_TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded
-"""After these it may take long until workers train again."""
+_TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded | events.Unwritten
+"""After these it may take long until workers train again, or until that is told."""
 
 
 class Series(list[Value]):
@@ -96,6 +96,17 @@ class Clocks:
 
 
 @dataclass
+class Gap:
+    """A time in which the events of a node could not be written to its file."""
+
+    node: str  # The node.
+    begin: float  # When it began.
+    reason: str  # Why.
+    end: float | None = None  # When it was over; None: that is not told.
+    missing: int = 0  # How many events of it are not told.
+
+
+@dataclass
 class Life:
     """The life of one agent, from its start to its end."""
 
@@ -114,6 +125,7 @@ class Life:
     loss: Trouble | None = None  # That it was taken out, as a failure.
     result_at: float = math.inf  # When it has told the run's result.
     away_since: float | None = None  # Since when etcd has not answered it; None while it does.
+    gap: Gap | None = None  # That its events cannot be written; None while they are.
 
 
 @dataclass
@@ -218,6 +230,7 @@ class Story:
         # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
+        self.gaps: list[Gap] = []  # When events of a node could not be written.
         self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
         # From when until when no agent ran, between two generations, and how those of the first had ended.
         self.breaks: list[tuple[float, float, str]] = []
@@ -286,6 +299,10 @@ class Story:
         return min(
             (each for node in self.alive() if (each := self._present[node].away_since) is not None), default=None
         )
+
+    def untold(self) -> list[Gap]:
+        """The gaps of nodes that have not told their end since: what they have done is not known."""
+        return [life.gap for life in self._present.values() if life.gap is not None and life.code is None]
 
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
         """When etcd did not answer a node, up to `now`, or to what is known. Times that overlap are one."""
@@ -373,7 +390,7 @@ class Story:
 
     # The events.
 
-    def tell(self, record: events.Record) -> float:  # noqa: PLR0912  One table of kinds.
+    def tell(self, record: events.Record) -> float:  # noqa: PLR0912, PLR0915  One table of kinds.
         """Fold `record` into the story. Returns when it happened."""
         at, event, node = self.clocks.when(record), record.event, record.node
         self.begin = min(self.begin or at, at)
@@ -414,6 +431,8 @@ class Story:
                 self._member_lost(event, life, at)
             case events.EtcdAway():
                 self._etcd_away(life, event, at)
+            case events.Unwritten():
+                self._unwritten(life, event, at)
             case events.Failure():
                 self.text = event.text
             case events.Result():
@@ -633,6 +652,14 @@ class Story:
             self.outages.append((at - event.away_s, at))
         if event.fresh:
             self._fresh_at, self.etcd = at, event.etcd or self.etcd
+
+    def _unwritten(self, life: Life, event: events.Unwritten, at: float) -> None:
+        """Events of a node cannot be written, or are written again."""
+        gap = life.gap or Gap(life.node, at - event.for_s, event.reason)
+        if gap is not life.gap:
+            self.gaps.append(gap)
+        gap.missing, gap.end = event.missing, at if event.over else None
+        life.gap = None if event.over else gap
 
     def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, at: float) -> None:
         """Steps stand still, or go on again."""

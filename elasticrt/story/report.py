@@ -10,7 +10,7 @@ from typing import Any
 from elasticrt.ipc.wording import counted, listed
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import happened, made, pace, seconds, slow, state, to_go_on, unsaved
+from elasticrt.story.sentences import gap_told, happened, made, pace, seconds, slow, state, to_go_on, unsaved
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -38,9 +38,10 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """A slow node that is known, how far the run came, its goodput, what changes have cost, times without etcd."""
+    """A slow node that is known, how far the run came, its goodput, what changes have cost, what is not known."""
     found = slow(story.slow) if story.slow is not None and now is not None else ""
-    return [line for line in (found, paces(story, now), worth(story, now), changes(story), outages(story, now)) if line]
+    told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now), *missing(story))
+    return [line for line in told if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -68,6 +69,11 @@ def outages(story: Story, now: float | None = None) -> str:
     )
 
 
+def missing(story: Story) -> list[str]:
+    """Of which times events are missing."""
+    return [gap_told(gap) for gap in story.gaps if gap.missing or gap.end is None]
+
+
 def paces(story: Story, now: float | None = None) -> str:
     """The number of steps, their speed, and the newest checkpoint. See `speed`."""
     if not story.counts:
@@ -76,10 +82,11 @@ def paces(story: Story, now: float | None = None) -> str:
     # A node without a seat knows numbers of an earlier generation, beside the newest step.
     if story.scalars and story.chapter is not None and not story.told_by.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
-    none = "" if story.elsewhere() else "; no checkpoint"
-    text += f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else none
+    none = "" if story.elsewhere() or story.untold() else "; no checkpoint"
+    newest = "newest checkpoint" + (" told of" if story.untold() else "")
+    text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else none
     # The script has ended inside its loop. Who saves elsewhere may have saved more.
-    if story.succeeded and 0 < story.checkpoint < story.newest and not story.elsewhere():
+    if story.succeeded and 0 < story.checkpoint < story.newest and not (story.elsewhere() or story.untold()):
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 
@@ -116,7 +123,8 @@ def changes(story: Story) -> str:
     trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]
     known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    if not (story.succeeded or story.alive() or story.elsewhere()) and story.newest > story.checkpoint:
+    open_end = story.succeeded or story.alive() or story.elsewhere() or story.untold()
+    if not open_end and story.newest > story.checkpoint:
         again = f"{again if lost else ''}; {counted(story.newest - story.checkpoint, 'step')} not saved"
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
@@ -137,6 +145,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "nodes_alive": list(story.alive()),
         "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
         "slow": None if story.slow is None else vars(story.slow),
+        "gaps": [vars(gap) for gap in story.gaps],
         "without_etcd": story.times_without_etcd(now),
         "step": story.newest,
         "epoch": story.epoch,

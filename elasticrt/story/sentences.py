@@ -8,7 +8,7 @@ from typing import NamedTuple
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
-from elasticrt.story.fold import Chapter, Story, ends
+from elasticrt.story.fold import Chapter, Gap, Story, ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
@@ -81,6 +81,16 @@ def etcd_away(story: Story, now: float) -> str:
     return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
 
 
+def gap_told(gap: Gap) -> str:
+    """`events of node-0 from 12:00:01 to 12:00:06 UTC are missing (12): No space left on device`."""
+    begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (gap.begin, gap.end or gap.begin))
+    when = f"from {begin:%H:%M:%S} UTC on" if gap.end is None else f"from {begin:%H:%M:%S} to {end:%H:%M:%S} UTC"
+    if gap.end is not None and not gap.missing:
+        return f"events of {gap.node} {when} were written late, and none is missing: {gap.reason}"
+    number = f" ({gap.missing})" if gap.missing else ""
+    return f"events of {gap.node} {when} are missing{number}: {gap.reason}"
+
+
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, in words before its number."""
     if story.chapter is not None and story.waits_since is not None:
@@ -122,6 +132,9 @@ def state(story: Story, now: float | None = None) -> str:
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
     # Nodes of earlier generations may have left long before the last ones were killed.
     last_ones = [newest[life.node] for life in story.seats(story.chapter)] if story.chapter is not None else []
+    if untold := story.untold():
+        why = f"{listed([gap.node for gap in untold])} could not write that down: {untold[0].reason}"
+        return f"how it ended is not known, as {why}; {to_go_on(story)}"
     left = {
         life.code for life in last_ones or newest.values() if life.gone_at is None and not (unsaved and life is first)
     }
@@ -138,7 +151,8 @@ def to_go_on(story: Story) -> str:
     """
     if story.succeeded or (story.result is not None and story.result.code == EXIT_CHECKPOINT):
         return ""
-    return how_to_go_on(story.run_id, f"step {story.checkpoint:,} is saved" if story.checkpoint else "")
+    least = "at least " if story.untold() else ""
+    return how_to_go_on(story.run_id, f"{least}step {story.checkpoint:,} is saved" if story.checkpoint else "")
 
 
 def _state_now(story: Story, now: float) -> str:
@@ -178,6 +192,7 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
     found += _missed(story)
+    found += [Happened(gap.begin, "bad", gap_told(gap)) for gap in story.gaps]
     for begin, end, how in story.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
     for begin, end in story.times_without_etcd(story.last if now is None else now):
@@ -212,7 +227,7 @@ def pace(story: Story, now: float) -> str:
     """`12.3 steps/s`, lately, or `no step for 9 s`; "" where that is not known, or something else tells of it."""
     still_s = now - story.last_step_at
     usual_s = 1 / story.speed if story.speed else 0.0
-    if story.stand is not None or story.first_step_at is None:
+    if story.stand is not None or story.first_step_at is None or story.untold():
         return ""
     if still_s > max(STILL_S, STILL_STEPS * usual_s, STILL_SHARE * (now - story.begin)):
         return f"no step for {lasted(still_s)}"
