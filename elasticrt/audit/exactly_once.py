@@ -52,6 +52,7 @@ class AuditResult:
     starts: int  # How many starts are in the ledger, whether they count or not.
     redone: int  # Steps that were begun and do not count.
     epochs: tuple[Epoch, ...]  # In order.
+    ended: bool  # Whether the loop has ended by itself after `steps`; else later ones may have been trained.
     # Samples that were lost or repeated, and what is missing in the ledger; empty: exactly once.
     problems: tuple[str, ...]
 
@@ -74,18 +75,20 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
     finished = max(file.finished for file in starts[newest].values())
     opening = _lowest(starts[newest]).opening
     chain = [*opening.history, (newest, finished)]
-    problems = list(_gaps(starts, chain))
+    problems = gaps = list(_gaps(starts, chain))
     entries, closings = _counted(starts, chain)
     numbers = sorted({*entries, *closings})
     epochs = []
     for number in numbers:
         over = number < max(numbers)
-        epoch, found = _judge(number, opening.samples, entries[number], closings.get(number), over=over)
+        lost = "not written down, or lost" if gaps else "lost"
+        epoch, found = _judge(number, opening.samples, entries[number], closings.get(number), lost, over=over)
         epochs.append(epoch)
-        problems += found
+        problems = [*problems, *found]
     begun = sum(len({step for file in ranks.values() for step in file.entries}) for ranks in starts.values())
     counting = sum(len({entry.step for entry in entries[number]}) for number in numbers)
-    return AuditResult(finished, len(starts), begun - counting, tuple(epochs), tuple(problems))
+    ended = any(file.end is not None for file in starts[newest].values())
+    return AuditResult(finished, len(starts), begun - counting, tuple(epochs), ended, tuple(problems))
 
 
 def _newest(starts: Starts) -> str:
@@ -169,9 +172,9 @@ def _counted(starts: Starts, chain: Sequence[Link]) -> tuple[dict[int, list[Ledg
 
 
 def _judge(
-    number: int, samples: int, entries: Iterable[LedgerEntry], closing: Closing | None, *, over: bool
+    number: int, samples: int, entries: Iterable[LedgerEntry], closing: Closing | None, word: str, *, over: bool
 ) -> tuple[Epoch, list[str]]:
-    """An epoch, and what is wrong with it. `over`: a later epoch has begun."""
+    """An epoch, and what is wrong with it. `word`: for samples without entries; `over`: a later epoch has begun."""
     problems = []
     tally: dict[int, list[int]] = defaultdict(list)  # For each sample the steps that have trained it.
     for entry in entries:
@@ -185,7 +188,7 @@ def _judge(
         # Which of the missing ones were left out on purpose is unknown.
         lost = expected - len(tally)
         of = f", among these {len(missing)}" if len(missing) > lost else ""
-        problems.append(f"epoch {number}: lost: {counted(lost, 'sample')}{of}: {_listed(missing)}")
+        problems.append(f"epoch {number}: {word}: {counted(lost, 'sample')}{of}: {_listed(missing)}")
     if over and len(tally) > expected:
         problems.append(f"epoch {number}: {counted(len(tally), 'sample')} trained; {expected} were to be")
     repeated = [

@@ -74,6 +74,9 @@ def describe(verdict: AuditResult) -> list[str]:
     lines = [str(epoch) for epoch in verdict.epochs]
     starts, redone = counted(verdict.starts, "start"), counted(verdict.redone, "step")
     lines.append(f"steps 1 to {verdict.steps:,} count; {starts}; {redone} superseded")
+    if not verdict.ended:
+        lines.append(f"the end of the loop is not noted: of steps after {verdict.steps:,} this ledger proves nothing")
     lines += [f"WRONG: {problem}" for problem in verdict.problems]
-    lines.append("each sample counts exactly once" if not verdict.problems else "NOT each sample counts exactly once")
+    upto = "" if verdict.ended else f", as far as step {verdict.steps:,}"
+    lines.append(f"{'NOT ' if verdict.problems else ''}each sample counts exactly once{upto}")
     return lines

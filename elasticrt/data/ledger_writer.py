@@ -2,7 +2,7 @@
 
 A directory may be shared, or each node's own. A step is one `write`, and nothing is synced: a killed process loses
 nothing, and what a node wrote in the seconds before it lost its power is reported as missing. A ledger that cannot be
-written is a warning, and training goes on.
+written is a warning, and training goes on: steps that found no room are missing in it, and `check` says so.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class Ledger:
         self._began_at = 0
         self._ids: list[int] = []
         self._fd = -1
+        self._head = ""  # What is to be written before the next line: the first one, the end of an epoch.
+        self._size = self._last_size = 0  # Bytes of whole lines, and of those without the last; 0: it has to stay.
+        self._noted = 0  # The step of the newest entry.
+        self._lacks = False  # Whether lines found no room.
 
     @property
     def writes(self) -> bool:
@@ -94,7 +98,8 @@ class Ledger:
             samples=self._sampler.state_dict()["samples"],
             before=tuple(sorted(there - {start} - {each for each, _ in self._history})),
         )
-        self._write(opening.to_line())
+        self._head, self._size, self._last_size, self._noted = opening.to_line(), 0, 0, 0
+        self._write("")
 
     def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
         """Before a forward of `step`: note its samples. The last forward of a step writes them down."""
@@ -102,7 +107,10 @@ class Ledger:
         self._ids += self._sampler.indices(share)
         if share.last:
             ids, self._ids = self._ids, []
-            self._write(LedgerEntry(step, epoch, ids).to_line())
+            if self._write(LedgerEntry(step, epoch, ids).to_line()):
+                self._noted = step
+            elif self._noted == step:
+                self.close()  # Else the entry of the first try at this step would count.
 
     def renew(self) -> None:
         """Batches begin with a whole global batch: forget the one that was under way."""
@@ -113,12 +121,21 @@ class Ledger:
         if self.writes and self._sampler is not None:
             facts, over = self._sampler.state_dict(), not self._sampler.remaining
             excused = facts["samples"] - facts["consumed"] if over else 0
-            self._write(Closing(position.epoch, position.steps, facts["consumed"], excused).to_line())
+            line = Closing(position.epoch, position.steps, facts["consumed"], excused).to_line()
+            if not self._write(line):
+                self._head += line  # Without it samples that were left out would be lost ones.
 
     def end(self, steps: int) -> None:
-        """The loop ends by itself after `steps`."""
-        if self.writes:
-            self._write(end_line(steps))
+        """The loop ends by itself after `steps`. Where steps are missing this may take the place of the last line.
+
+        Otherwise a file whose disk stays full would tell of no step after the last one that found room.
+        """
+        lacks = self._lacks
+        if self.writes and not self._write(end_line(steps)) and lacks and self._size:
+            self._head, self._size = "", self._last_size or self._size
+            self._cut()
+            if self.writes:
+                self._write(end_line(steps))
 
     def close(self) -> None:
         """Write no more."""
@@ -126,9 +143,25 @@ class Ledger:
             os.close(self._fd)
             self._fd = -1
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str) -> bool:
+        """Append a whole line, or nothing. Returns whether there was room for it."""
+        text = (self._head + line).encode()
         try:
-            put(self._fd, line.encode())
+            put(self._fd, text)
+        except OSError as error:
+            if not self._lacks:
+                _log.warning("steps are missing in the ledger in %s: %s", self._directory, error)
+            self._lacks = True
+            self._cut()
+            return False
+        self._last_size = 0 if self._head else self._size
+        self._head, self._size = "", self._size + len(text)
+        return True
+
+    def _cut(self) -> None:
+        """Leave whole lines only in the file."""
+        try:
+            os.ftruncate(self._fd, self._size)
         except OSError as error:
             # Another line after one that was cut would hide the cut.
             _log.warning("the ledger in %s is not continued: %s", self._directory, error)
