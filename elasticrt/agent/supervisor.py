@@ -133,7 +133,9 @@ class Supervisor:
     def describe(self, me: Me, now: float) -> Me:
         """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         state, able = self._state, self._able()
-        ready = len(able) + len(self.pages.ready_beside(self._joining.ranks))
+        evaluates = self.pages.evaluates(state)
+        # A newcomer could not make an evaluation again with the others: it is offered when that is over.
+        ready = len(able) + (0 if evaluates else len(self.pages.ready_beside(self._joining.ranks)))
         has_state = self.pages.have_state(state, able)
         seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.
         generation = state.number if state.generation is not None and state.running else 0
@@ -160,6 +162,7 @@ class Supervisor:
             standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
+            evaluates=evaluates,
             holding=state.holding,
             going=state.going,
         )

@@ -28,6 +28,10 @@ class WorkerPages:
         """Whether a worker prepares data."""
         return any(page.building for page in self.of(state))
 
+    def evaluates(self, state: GroupState) -> bool:
+        """Whether a worker is in an evaluation that is made again if it loses a rank."""
+        return any(self._word(rank, state.number, "evaluates") for rank in state.seated)
+
     def doing(self, state: GroupState) -> str:
         """What the workers do before their first step in this generation, in words; "" from that step on."""
         pages = self.of(state)

@@ -72,6 +72,7 @@ class StatusPage:
         pausing_ns: when that pause began.
         saving_ns: when the newest checkpoint was begun.
         samples: trained on by the run, over all epochs; 0 without a sampler.
+        evaluates: 1 in an evaluation that is made again if it loses a rank, by those that were in it.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -112,6 +113,7 @@ class StatusPage:
     saving_ns = _Word(36)
     samples = _Word(37)
     leaves = _Word(38)
+    evaluates = _Word(39)
 
     def __init__(self, fd: int) -> None:
         """Map the file of `fd`, which may be closed then; -1: memory that only this process and its forks see."""

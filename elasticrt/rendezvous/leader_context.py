@@ -224,8 +224,12 @@ def publish(
     view = led.view
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
+    least = max(1, 0 if waits else led.spec.min_nodes)
     ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
-    in_place = len(ready) >= max(1, 0 if waits else led.spec.min_nodes)
+    stay = [entry for entry in ready if view.seat_of(entry.record) is not None]
+    if led.me.evaluates and kind in ("failure", "lost") and len(stay) >= least:
+        ready = stay  # Newcomers could not make the evaluation again with them.
+    in_place = len(ready) >= least
     # In place those that have the state come first, so that one of them gets in.
     having = {entry.record.incarnation for entry in survivors(view)}
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]

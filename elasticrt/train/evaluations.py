@@ -8,7 +8,7 @@ again, also those that had ended it: its collectives need every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from elasticrt.checkpoint import rng_state
@@ -30,7 +30,6 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._begun: list[Evaluation] = []
-        self._again_from = 0  # All ranks of this world make them again from this number on; 0: none.
         self.at = 0
 
     def begin(self, call: Callable[[], Any]) -> int:
@@ -48,28 +47,20 @@ class Evaluations:
     def forget(self) -> None:
         """Another step is done, or another rank's state was taken over."""
         self._begun.clear()
-        self._again_from = self.at = 0
+        self.at = 0
 
     def standing(self) -> str:
         """What this rank says of itself when it meets the others."""
         return json.dumps([len(self._begun), self.at])
 
     def meet(self, standings: Iterable[str]) -> range:
-        """All ranks have said their `standing`. The evaluations that this one has ended, and makes again."""
-        self._again_from = first_again([tuple(json.loads(each)) for each in standings])
-        return range(self._again_from, self.at or len(self._begun) + 1) if self._again_from else range(0)
+        """All ranks have said their `standing`. The evaluations that this one has ended, and makes again.
 
-    @property
-    def is_missed(self) -> bool:
-        """Whether the others make one again that this rank has not come to."""
-        return self._again_from > len(self._begun)
-
-
-def first_again(standings: Sequence[tuple[int, int]]) -> int:
-    """The number of the first evaluation that all ranks make again; 0 for none.
-
-    Args:
-        standings: by rank, how many evaluations it has begun since its last step, and the number of the one that it is
-            in, or 0.
-    """
-    return min((at for _, at in standings if at), default=0)
+        None can be made again where a rank has not come to it: it is a newcomer, or has taken over the step before.
+        """
+        said = [tuple(json.loads(each)) for each in standings]
+        first = min((at for _, at in said if at), default=0)
+        if any(begun < first for begun, _ in said):
+            self.forget()
+            return range(0)
+        return range(first, self.at or len(self._begun) + 1) if first else range(0)

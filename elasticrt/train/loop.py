@@ -200,7 +200,6 @@ class Loop:
     def _end_together(self) -> None:
         """The last step is done: save it, and wait until that is done."""
         self._reporter.end()
-        self._world.check_evaluated()
         while not self._world.ends_with(self._saving.last):
             pass
 
@@ -409,7 +408,6 @@ class Loop:
         self._asked = self._left_by = None
         validation.check_stage(self._stage, "step")
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
-        self._world.check_evaluated()
         if not self._fed:
             self._pass_on()
             self._begin(WHOLE)

@@ -134,7 +134,12 @@ class World:
 
         `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
         """
-        result: Result = self._evaluated(self.evaluations.begin(call), what)
+        number = self.evaluations.begin(call)
+        self._page.evaluates = 1
+        try:
+            result: Result = self._evaluated(number, what)
+        finally:
+            self._page.evaluates = 0
         return result
 
     def _evaluated(self, number: int, what: str) -> Any:
@@ -156,7 +161,7 @@ class World:
                     raise
                 error.__traceback__ = None  # It holds the frames of the call, and with them works of the old group.
                 self.go_on()
-                if not self.evaluations.at:  # The others were further, and their state was taken over.
+                if not self.evaluations.at:  # Another rank has not come to it, or was further.
                     self.leave_state(error, what, repeated=repeated)
                     raise
             else:
@@ -172,15 +177,6 @@ class World:
         self.evaluations.at = at
         if numbers:
             rng_state.restore(before)
-
-    def check_evaluated(self) -> None:
-        """Raise before a step where the others make an evaluation again that this process has not come to.
-
-        It was let in while that was to be made again, and its script has begun behind that place.
-        """
-        if self.evaluations.is_missed:
-            what = "connection closed by peer: the others make an evaluation again that this process has not come to"
-            raise dist.DistNetworkError(what)
 
     def ends_with(self, save: Callable[[], object]) -> bool:
         """The last step is done: rank 0 saves, and the others wait for that, so that any of them could do it instead.

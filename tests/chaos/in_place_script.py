@@ -248,6 +248,7 @@ def main() -> None:
         was_training = net.training
         net.eval()
         for turn in range(3):
+            look()
             time.sleep(float(OPTIONS.get("rest", "0")) if turn == 2 else 0.0)
             FAULTS.at(f"evaluate {turn}")
             with torch.no_grad():

@@ -502,18 +502,16 @@ def test_an_evaluation_is_made_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_newcomer_that_was_let_in_behind_an_evaluation(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """W02: a second rank is lost in an evaluation, and the replacement of the first comes in behind it: it is replaced
-    once more, and those that have trained live on."""
+def test_a_newcomer_waits_for_an_evaluation(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a second rank is lost in an evaluation, and the replacement of the first is ready: it comes in later."""
     plan = [fault("evaluate 0", 1, step=2), fault("evaluate 2", 0, world=2, step=0)]
     found = run(tmp_path, plan, "evaluate=5", "rest=2", workers=3, epochs=1)
     found.check_all()
     check_weights(found, tmp_path_factory, "evaluate=5")
     check_evaluations(found, tmp_path_factory, 5)
     failures = [each["failure"] for each in found.cluster.events("worker_ended") if each["failure"]]
-    assert any("make an evaluation again" in each for each in failures), failures
+    assert all("killed by SIGKILL" in each for each in failures), failures
+    assert [each["world_size"] for each in found.cluster.events("generation")][:3] == [3, 2, 1], found.story
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what a fenced node holds comes back with it": ((_A + "supervisor", "Supervisor.kill", "self.seating.memory.close()", "pass"),),
     "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(found, self.saved, ", "(found, "),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
-    "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, 0 if waits else led.spec.min_nodes)", "in_place = False"),),
+    "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= least", "in_place = False"),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "a node has as many seats as workers, alive or not": (
         (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),
