@@ -276,7 +276,8 @@ class Loop:
         if state.position.drained or self._is_exhausted:
             return
         skip = state.position.batches if state.sampler is None else 0
-        resumed = number == 1 and state.position.batches > 0
+        resumed = (number == 1 and state.position.batches > 0) or state.begins_late
+        state.begun, state.begins_late = state.position.epoch, False
         beginning = state.numbers.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves, size = state.position.epoch, world.moves, world.size

@@ -18,6 +18,8 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
+_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun"}
+
 
 class TrainingState:
     """The state of one Loop.
@@ -50,6 +52,10 @@ class TrainingState:
         self.whole = True
         # Samples in a rank's batch, where the sampler does not know: the loader's, at first those of the other ranks.
         self.batch_size: int | None = None
+        # The epoch whose batches have begun here: a loader then draws a random number, which is in the state.
+        self.begun: int | None = None
+        # Whether the state is of an epoch whose batches had begun before it was put back, and have not begun here.
+        self.begins_late = False
         self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
         self._shown = shown
 
@@ -80,6 +86,7 @@ class TrainingState:
             "vars": self.vars,
             "ledger": self.ledger.history(self.position.steps),
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
+            "begun": self.begun == self.position.epoch,
             **more,
         }
         return {**stateful.collect(self.objects), stateful.OURS: ours}
@@ -87,7 +94,7 @@ class TrainingState:
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
-        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars", "ledger", "gradients"} <= set(ours):
+        if not isinstance(ours, dict) or not set(ours) >= _OURS:
             got, remedy = sorted(map(str, data)), "Use another directory"
             raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
         try:
@@ -127,6 +134,7 @@ class TrainingState:
         if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position(**ours["position"])
+        self.begins_late = ours["begun"] and self.begun != self.position.epoch
         self.ledger.restored(ours["ledger"])
         self.vars.clear()
         self.vars.update(ours["vars"])

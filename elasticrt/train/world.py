@@ -146,9 +146,12 @@ class World:
         repeated = self._undo.outside is not None
         while True:
             self._undo.note(evaluates=True)
+            before = collectives.sequence_number()
             try:
                 result = self.evaluations.enter(number)()
                 self.in_place.check_results()
+                if collectives.sequence_number() != before:
+                    self.in_place.check_caught()  # Else a result may lack what a lost rank had, on some ranks only.
             except Exception as error:
                 is_of_peer = self.in_place.is_of_peer(error)
                 if is_of_peer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from elasticrt import Loop
 from elasticrt.data.position import Position
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import CheckpointError, MisfitError
@@ -22,9 +25,9 @@ def state(width: int = 2, samples: int | None = 10, cut: dict[str, Any] | None =
     return TrainingState({"model": torch.nn.Linear(width, 1), **more}, sampler, None, None, "ckpt")
 
 
-def taken_from(other: TrainingState) -> dict[str, Any]:
-    """What `other` sends to a newcomer."""
-    return other.collect(alike=[], total=0, settings=other.settings(), batch_size=other.batch_size)
+def taken_from(other: TrainingState, *alike: str) -> dict[str, Any]:
+    """What `other` sends to a newcomer; generators that are `alike` on all ranks."""
+    return other.collect(alike=alike, total=0, settings=other.settings(), batch_size=other.batch_size)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +82,37 @@ def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
     newcomer(0).check_batches(8)
     with pytest.raises(MisfitError, match=r"differs from the run's .*got a loader with batch_size=8 here, and 4 on"):
         newcomer(2).check_batches(8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "late"),
+    [(1, None, True), (1, 0, True), (1, 1, False), (0, None, False), (None, None, False)],
+    ids=["a newcomer", "from the epoch before", "in it as well", "they are at its head", "they draw by hand"],
+)
+def test_an_epoch_whose_batches_have_begun(theirs: int | None, mine: int | None, late: bool) -> None:
+    """Whoever begins them later must not draw once more what the loader draws when it begins."""
+    other, own = state(), state()
+    other.position, other.begun, own.begun = Position(steps=5, epoch=1), theirs, mine
+    own.take_over(taken_from(other))
+    assert own.begins_late is late
+
+
+def test_a_newcomer_draws_what_the_others_draw(tmp_path: Path) -> None:
+    """Let in at the first step of an epoch, it goes on with their random numbers behind the beginning of the loader."""
+    data = TensorDataset(torch.zeros(8, 1))
+    drawn, taken = [], None
+    for name in ("survivor", "newcomer"):
+        sampler = ElasticBatchSampler(data, 2)
+        loop = Loop(tmp_path / name, sampler=sampler, model=torch.nn.Linear(1, 1))
+        for _ in loop.epochs(1):
+            if taken is not None:
+                torch.manual_seed(7)
+                loop._state.take_over(taken)
+            for _batch in loop.batches(DataLoader(data, batch_sampler=sampler)):
+                taken = taken_from(loop._state, "torch") if taken is None else taken
+                drawn.append(torch.rand(1).item())
+                break
+    assert drawn[0] == drawn[1]
 
 
 FIFTY, FORTY = ElasticBatchSampler(range(99), 50).settings(), ElasticBatchSampler(range(99), 40).settings()
