@@ -130,6 +130,15 @@ class LeaderContext:
         keys = ((seat, self.key_of(seat)) for seat in self.seats)
         return [seat for seat, key in keys if key is not None and key.record.draining]
 
+    @property
+    def may_evaluate(self) -> bool:
+        """Whether workers may be in an evaluation: all are alike, but a leader without any does not know.
+
+        Newcomers then come in by a planned change, unless they are to come with a failure only.
+        """
+        knows = self.me.running == self.generation.number
+        return self.me.evaluates or not (knows or self.spec.join == "failure")
+
     @cached_property
     def to_answer(self) -> frozenset[Seat]:
         """The seats whose nodes have still to say that they hold, or that they have left after the agreed step."""
@@ -226,12 +235,12 @@ def publish(
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
     least = max(1, 0 if waits else led.spec.min_nodes)
     ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
-    stay = [entry for entry in ready if view.seat_of(entry.record) is not None]
-    if led.me.evaluates and kind in ("failure", "lost") and len(stay) >= least:
+    having = {entry.record.incarnation for entry in survivors(view)}
+    stay = [entry for entry in ready if entry.record.incarnation in having]
+    if kind in ("failure", "lost") and led.may_evaluate and len(stay) >= least:
         ready = stay  # Newcomers could not make the evaluation again with them.
     in_place = len(ready) >= least
     # In place those that have the state come first, so that one of them gets in.
-    having = {entry.record.incarnation for entry in survivors(view)}
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
     chosen = seat_order(ready if in_place else able, before, led.spec.max_nodes)
     memory, holder = (None, None) if in_place else _newest_copy(led, chosen)
