@@ -184,6 +184,19 @@ class InPlace:
         if self._backend == "gloo" and self.possible and (self.overtaken or regroup.SOCKETS.lost_a_peer()):
             raise dist.DistNetworkError("connection closed by peer, and the script has caught the error")
 
+    def check_replaced(self) -> None:
+        """Raise if another generation follows, because a rank of this one is lost.
+
+        A collective may have failed, and the script have caught that. A rank that is away may also have ended well.
+        """
+        if self._backend != "gloo" or not self.possible:
+            return
+        until = time.monotonic() + CLOSED_S_MAX
+        while regroup.SOCKETS.lost_a_peer() and not self.overtaken and time.monotonic() < until:
+            time.sleep(CLOSED_AGAIN_S)
+        if self.overtaken:
+            raise dist.DistNetworkError("connection closed by peer: another generation has begun")
+
     def check_results(self) -> None:
         """Raise if collectives of this step may have ended without their results.
 

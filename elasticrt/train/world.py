@@ -134,24 +134,20 @@ class World:
 
         `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
         """
-        number = self.evaluations.begin(call)
-        self._page.evaluates = 1
-        try:
-            result: Result = self._evaluated(number, what)
-        finally:
-            self._page.evaluates = 0
+        result: Result = self._evaluated(self.evaluations.begin(call), what)
         return result
 
     def _evaluated(self, number: int, what: str) -> Any:
         repeated = self._undo.outside is not None
         while True:
+            self._page.evaluates = 1
             self._undo.note(evaluates=True)
             before = collectives.sequence_number()
             try:
                 result = self.evaluations.enter(number)()
                 self.in_place.check_results()
                 if collectives.sequence_number() != before:
-                    self.in_place.check_caught()  # Else a result may lack what a lost rank had, on some ranks only.
+                    self.in_place.check_replaced()
             except Exception as error:
                 is_of_peer = self.in_place.is_of_peer(error)
                 if is_of_peer:
@@ -170,6 +166,8 @@ class World:
             else:
                 self._undo.open, self.evaluations.at = False, 0
                 return result
+            finally:
+                self._page.evaluates = 0
 
     def _evaluate_again(self, numbers: range) -> None:
         """Take part in evaluations that others make again, and leave no trace of that."""
