@@ -192,6 +192,7 @@ class _Operation:
         self._logins_left = 1
         self._untrusted: set[str] = set()
         self._last_failure = "no time for a try"
+        self._refusal = ""  # Of the login, which says more than what follows it.
 
     def attempt(self, method: Callable[[Endpoint], Any], request: Any) -> Any:
         """One try, at the endpoint in use."""
@@ -230,11 +231,12 @@ class _Operation:
             meaning = ErrorMeaning.NOT_SENT
         if meaning is ErrorMeaning.REFUSED and not sent and self._connections.reached:
             meaning = ErrorMeaning.NOT_SENT  # A login that was good before: the user or its password is being replaced.
+            self._refusal = f"{details} at {where}"
         match meaning:
             case ErrorMeaning.NOT_SENT:
                 _logger.debug("etcd at %s: %s: %s", where, code, details)
                 self._connections.failed(endpoint)
-                self._last_failure = f"{cause(details) or code} at {where}"
+                self._last_failure = self._refusal or f"{cause(details) or code} at {where}"
                 return _AgainError(self._last_failure)
             case ErrorMeaning.UNKNOWN:
                 self._connections.failed(endpoint)

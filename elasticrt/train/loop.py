@@ -527,7 +527,8 @@ class Loop:
 
         Args:
             function: what to call, outside of a step: after it, or after the batches of an epoch.
-            *args, **kwargs: for it.
+            *args: for it.
+            **kwargs: for it.
 
         Raises what `function` raises; ConfigError outside of `epochs`, and in the block of a step.
         """
