@@ -71,7 +71,7 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
 
     The copy before, which is in `buffers`, is overwritten. `on_device`: tensors stay on their GPU, and nothing waits.
     """
-    copier = _Copier(buffers, on_device=on_device)
+    copier = Copier(buffers, on_device=on_device)
     with buffers.reused() if buffers is not None else nullcontext():
         copied = copier.plain(value, where)
     for device in copier.under_way:
@@ -93,7 +93,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and type(tensor).__name__ in ("DTensor", "ShardedTensor")
 
 
-class UnfitError(Exception):
+class _UnfitError(Exception):
     """A value that is no plain one, and the keys that lead to it."""
 
     def __init__(self, value: object) -> None:
@@ -101,34 +101,9 @@ class UnfitError(Exception):
         self.place = ""
 
 
-@contextmanager
-def only_plain(where: str) -> Iterator[None]:
-    """Raise ConfigError, with the place in `where`, for a value in a state that is no plain one."""
-    try:
-        yield
-    except UnfitError as unfit:
-        kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
-        expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
-        remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
-        got = f"{kind.__module__}.{kind.__qualname__}"
-        raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
+class Copier:
+    """Makes the copy of one state; see `plain_copy`. Its children do something else with the tensors."""
 
-
-def plain_value(value: object) -> Any:
-    """A number or a text as the plain one that it is. For use in `only_plain`."""
-    kind = type(value)
-    if kind in _EXACT:
-        return value
-    for base in _BASES:
-        # np.float64 is a float, an IntEnum is an int: the value is kept, the type is not.
-        if isinstance(value, base):
-            return base(value)
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return value.item()  # type: ignore[attr-defined]  # A numpy scalar, recognised without importing numpy.
-    raise UnfitError(value)
-
-
-class _Copier:
     def __init__(self, buffers: Buffers | None, *, on_device: bool) -> None:
         self._buffers = buffers
         self._on_device = on_device
@@ -138,10 +113,17 @@ class _Copier:
 
     def plain(self, value: object, where: str) -> Any:
         """A copy of `value`. Raises ConfigError, with the place in `where` of what is no plain value."""
-        with only_plain(where):
+        try:
             return self.copy(value)
+        except _UnfitError as unfit:
+            kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
+            expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
+            remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
+            got = f"{kind.__module__}.{kind.__qualname__}"
+            raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 
     def copy(self, value: object) -> Any:
+        """The same without the place: raises _UnfitError."""
         kind = type(value)
         if kind in _EXACT:
             return value
@@ -155,7 +137,13 @@ class _Copier:
             return tuple([self.copy(item) for item in value])
         if isinstance(value, set):
             return {self.copy(item) for item in value}
-        return plain_value(value)
+        for base in _BASES:
+            # np.float64 is a float, an IntEnum is an int: the value is kept, the type is not.
+            if isinstance(value, base):
+                return base(value)
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value.item()  # type: ignore[attr-defined]  # A numpy scalar, recognised without importing numpy.
+        raise _UnfitError(value)
 
     def _mapping(self, value: Mapping[Any, object]) -> Any:
         copied: Any = Counter() if isinstance(value, Counter) else {}
@@ -167,14 +155,14 @@ class _Copier:
             try:
                 name = key if type(key) in _EXACT else self.copy(key)
                 copied[name] = item if type(item) in _EXACT else self.copy(item)
-            except UnfitError as unfit:
+            except _UnfitError as unfit:
                 unfit.place = f"[{key!r}]{unfit.place}"
                 raise
         return copied
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if is_sharded(value):
-            raise UnfitError(value)
+            raise _UnfitError(value)
         tensor = value.detach() if value.requires_grad else value
         if tensor.layout is not torch.strided:
             return tensor.detach().to("cpu", copy=True)
@@ -207,7 +195,7 @@ class _Copier:
         return buffer
 
 
-class Note(_Copier):
+class Note(Copier):
     """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
 
     Torch counts the changes of a tensor, but for those by way of `.data`. Raises as `plain_copy`.

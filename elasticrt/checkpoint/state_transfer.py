@@ -21,8 +21,7 @@ import operator
 import socket
 import struct
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -34,7 +33,7 @@ from elasticrt.checkpoint import group_line
 from elasticrt.checkpoint.checkpoint_dir import parse
 from elasticrt.checkpoint.group_line import GroupLine
 from elasticrt.checkpoint.snapshot import gpus_with_room
-from elasticrt.checkpoint.state_copy import MOMENTS, UnfitError, only_plain, plain_value
+from elasticrt.checkpoint.state_copy import MOMENTS, Copier
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
 from elasticrt.ipc import proc
@@ -355,30 +354,22 @@ def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + PIECE_BYTES]
 
 
+class _Outliner(Copier):
+    """Puts a mark in place of each tensor, and notes it in `tensors`."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(None, on_device=True)
+        self._tensors = tensors
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        self._tensors.append(value.detach())
+        return (_MARK, str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
+
+
 def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
     buffer = io.BytesIO()
-    with only_plain("state"):
-        torch.save(_outline(state, tensors), buffer)
+    torch.save(_Outliner(tensors).plain(state, "state"), buffer)
     return buffer.getvalue()
-
-
-def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a mark in place of each tensor, which is appended to `tensors`, and otherwise plain."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return (_MARK, str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
-    if isinstance(value, Mapping):
-        outline: Any = type(value)() if type(value) in (Counter, OrderedDict) else {}
-        for key, each in value.items():
-            try:
-                outline[plain_value(key)] = _outline(each, tensors)
-            except UnfitError as unfit:
-                unfit.place = f"[{key!r}]{unfit.place}"
-                raise
-        return outline
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_outline(each, tensors) for each in value)
-    return {*map(plain_value, value)} if isinstance(value, set) else plain_value(value)
 
 
 def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
