@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -27,6 +26,7 @@ from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save, Unsaved
 from tests.fake_worker import Agent, forget, under
+from tests.full_disk import full_disk
 from tests.servers import wait_until
 
 
@@ -295,15 +295,8 @@ def test_going_back_makes_a_new_branch(tmp_path):
 def test_a_lack_of_memory_is_no_damage(tmp_path):
     """Where a checkpoint does not fit into memory the rank fails: it does not go back to an older one (S6)."""
     save(tmp_path, 1, 2)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
-        with pytest.raises(MemoryError, match="does not fit into memory"):
-            restored(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_disk(700), pytest.raises(MemoryError, match="does not fit into memory"):
+        restored(tmp_path)
     assert restored(tmp_path) == 2
 
 
@@ -312,15 +305,9 @@ def test_a_full_disk_costs_this_save_only(tmp_path, size, caplog):
     """At whatever byte the writing ends: a warning, no leftovers, the old head intact, training goes on (F01, F02)."""
     saver = save(tmp_path, 1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"}
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    with full_disk(size):
         saver.save({"w": torch.zeros(3000)}, step=2)
         assert saver.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
     assert f"[Errno {errno.EFBIG}]" in caplog.text
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != ".lock"} == before
     saver.save(state(3), step=3)

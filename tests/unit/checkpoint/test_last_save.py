@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,19 +17,7 @@ from elasticrt.checkpoint import commits
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ERRNO, Message, Own, Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
-
-
-@contextmanager
-def full_disk(size: int = 1000) -> Iterator[None]:
-    """No file can become longer than `size` bytes in here."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+from tests.full_disk import full_disk
 
 
 def train(directory: Path, every: str = "1000 steps", epochs: int = 1) -> None:

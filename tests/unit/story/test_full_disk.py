@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,18 +13,8 @@ from elasticrt import events
 from elasticrt.event_log import KEPT, EventLog, files, records
 from elasticrt.story.report import changes, paces, report
 from elasticrt.story.sentences import gap_told, state
+from tests.full_disk import full_disk
 from tests.unit.story.told import THREE_STEPS, Entry, story
-
-
-@contextmanager
-def limited(size: int) -> Iterator[None]:
-    """No file can have more bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def commits(path: Path) -> list[int]:
@@ -45,7 +32,7 @@ def test_events_go_on_when_there_is_room_again(
     log = EventLog("n1", tmp_path)
     log.write(events.Committed(1, 1))
     (path,) = files(tmp_path)
-    with limited(path.stat().st_size + more):
+    with full_disk(path.stat().st_size + more):
         for step in (2, 3):
             log.write(events.Committed(step, 1))
         assert commits(path) == [1]
@@ -61,7 +48,7 @@ def test_of_a_long_time_the_newest_of_each_kind_are_kept(tmp_path: Path, monkeyp
     """Memory is bounded: older ones of a frequent kind are dropped and counted, and rare kinds are not."""
     monkeypatch.setattr("elasticrt.event_log.RETRY_S", 0.0)
     log = EventLog("n1", tmp_path)
-    with limited(0):
+    with full_disk(0):
         log.write(events.Leaves("first"))
         for step in range(KEPT + 3):
             log.write(events.Committed(step, 1))
