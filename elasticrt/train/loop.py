@@ -489,14 +489,15 @@ class Loop:
             yield
             return
         # What the block changes is not handed over: weights may be those of an average, for as long as it lasts.
-        among = self._undo.outside is None and self._is_between
+        repeated = self._undo.outside is not None
+        among = not repeated and self._is_between
         if among:
             self._leave_batches(known=True)
         try:
             with self._pausing():
                 yield
         except Exception as error:
-            self._world.leave_state(error, why, repeated=not among)
+            self._world.leave_state(error, why, repeated=repeated)
             raise
         finally:
             if among:

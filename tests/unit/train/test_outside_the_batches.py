@@ -226,6 +226,23 @@ def test_what_a_pause_changes_is_not_handed_over(tmp_path, monkeypatch):
     assert _handed_over(Script, tmp_path / "large", monkeypatch, acts) is None
 
 
+class Looks(Script):
+    """Loses its peer in a pause before the step of a batch."""
+
+    def run(self, head: Act, batch: Act, tail: Act) -> None:
+        """One batch."""
+        for _ in self.loop.epochs(1):
+            self.loop._world.in_place.possible = agent_client.agent_link().linked
+            for _batch in self.loop.batches(self.loader):
+                self.loses_its_peer()
+
+
+def test_a_pause_before_the_step_of_a_batch_is_told_as_well(tmp_path, monkeypatch, caplog):
+    """The run goes on after the step before, and comes there no more: a line says so."""
+    assert _handed_over(Looks, tmp_path, monkeypatch, (_nothing, _nothing, _nothing)) is not None
+    assert "'evaluate' after step 0 has lost a worker, and is not done again" in caplog.text
+
+
 def test_a_pause_that_ends_leaves_nothing_behind(tmp_path, monkeypatch):
     """What the script changes after it belongs to the step again."""
 
