@@ -188,9 +188,8 @@ class Agent(Side):
         """See `Side`."""
         member, view, node = self.member, self.member.view, self.member.me.record.node
         self._attend()
-        ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
-        leaves = member.me.record.draining
-        self.node.do_what_is_due(now, [other for other in ended if other != node], leaves=leaves)
+        elsewhere = [other for other in view.ended if other != node]
+        self.node.do_what_is_due(now, elsewhere, leaves=member.me.record.draining)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
@@ -230,12 +229,14 @@ class Agent(Side):
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`. The leader's key says that workers go on in place, until a generation says so."""
+        """See `Side`. The leader's key tells what only it sees: that workers go on in place, until a generation says
+        so, and where some have ended."""
         view = self.member.view
         tells = view.leads and view.generation is not None and not view.generation.record.in_place
         goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
-        if goes_on != me.record.goes_on:
-            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on}))
+        ended = view.ended[:2] if view.leads else ()
+        if (goes_on, ended) != (me.record.goes_on, me.record.ended):
+            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on, "ended": ended}))
         return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
@@ -528,11 +529,12 @@ class Agent(Side):
         return max(known, key=lambda each: each.reached, default=None), answered or alone
 
     def _impatient(self) -> bool:
-        """Fold the ends of workers, and what they have saved. Returns whether a second signal has come."""
+        """Fold the ends of workers, what they ask, and have saved. Returns whether a second signal has come."""
         while not self.queue.empty():
             event = self.queue.get_nowait()
             self.hurry = self.hurry or isinstance(event, signal.Signals)
-            if isinstance(event, WorkerEnded | GroupEnded | Commit):
+            asks = isinstance(event, WorkerSaid) and isinstance(event.message, Request)
+            if asks or isinstance(event, WorkerEnded | GroupEnded | Commit):
                 self.handle(event)
         return self.hurry
 

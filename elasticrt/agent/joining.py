@@ -99,7 +99,7 @@ class JoiningWorkers:
 
 def others_go_on(view: View, node: str) -> bool:
     """Whether workers of other nodes than `node` train on, so that its missing workers can set up beside them."""
-    if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
+    if view.generation is None or view.ended:
         return False
     known = [entry.record for entry in view.members.values() if entry.record.node != node]
     told = any(view.number in (each.goes_on, each.generation if each.ready else 0) for each in known)

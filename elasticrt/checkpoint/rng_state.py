@@ -74,7 +74,7 @@ class RngState:
         yield
         if resumed:
             self.begin_step(position)
-        if resumed and self._seed is None:
+        if resumed and self._seed is None and self._restored:  # Else it has made steps without a loader.
             restore(self._restored)
 
 

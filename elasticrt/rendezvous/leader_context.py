@@ -345,7 +345,7 @@ def how_gone(view: View, seat: Seat) -> str:
 
 def survivors(view: View) -> list[Stored[Member]]:
     """Members whose workers have this generation's state and can go on in place; none once a worker has ended well."""
-    if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):
+    if view.generation is None or view.ended:
         return []
     seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
     here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]

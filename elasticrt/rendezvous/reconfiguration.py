@@ -180,7 +180,7 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     Members that drain go first, newcomers come in with them. After a resize there are seats beyond max-nodes, or fewer
     than min-nodes. Workers that can only be ended train on with these: the minimum then counts from the next change on.
     """
-    if any(entry.record.status in ("finishing", "ok") for entry in led.view.reports.values()):
+    if led.view.ended:
         return Wait("closing: a worker has ended, nobody joins any more")
     if led.leaving:
         save = len(candidates(led.view)) < led.spec.min_nodes or len(led.leaving) == len(led.seats)

@@ -116,10 +116,11 @@ class Member(Record):
     `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
     the present one, or have set up beside it; `has_state`: whether one of them has the state. `goes_on`: written by the
     leader, which sees all members: the generation of which workers can go on, on whichever node; 0 when it sees none.
-    `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for which it
-    waits for a handover before it leaves without one. `node_rank`: where it would like to sit among newcomers; None:
-    behind those that say.
+    `ended`: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
+    ended well. `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store,
+    should this member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for
+    which it waits for a handover before it leaves without one. `node_rank`: where it would like to sit among newcomers;
+    None: behind those that say.
     """
 
     node: Name
@@ -135,6 +136,7 @@ class Member(Record):
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
     goes_on: Count = 0
+    ended: tuple[Name, ...] = Field(default=(), strict=False, max_length=2)
     seen: Count = 0
     drain_s: Annotated[float, Field(ge=0)] = 0.0
     node_rank: Count | None = None

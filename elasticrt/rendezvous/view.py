@@ -138,6 +138,15 @@ class View:
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
 
+    @property
+    def ended(self) -> tuple[str, ...]:
+        """Nodes where some or all workers of this generation have ended well: all for the leader, else up to two."""
+        if self.leads:
+            done = (entry.record for entry in self.reports.values())
+            return tuple(report.node for report in done if report.status in ("finishing", "ok"))
+        leader = self.members.get(self.oldest or "")
+        return leader.record.ended if leader is not None and leader.record.seen == self.number else ()
+
     def newest_verdict(self, seat: Seat) -> Verdict | None:
         """The newest verdict on the seat's node: on the seat's life, or a later one, also after its key has gone."""
         key, gone = self.members.get(seat.node), self.vanished.get(seat.node)

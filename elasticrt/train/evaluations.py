@@ -2,7 +2,8 @@
 
 Ranks of a script evaluate alike, so the n-th evaluation since a step is the same on all of them. When they meet in
 another world each says how many it has begun, and which one it is in. From the first that somebody is in all make them
-again, also those that had ended it: its collectives need every rank.
+again, also those that had ended it: its collectives need every rank. A rank that has not come to it goes on with the
+script, which calls it there, too: that was in the step before, and has taken it over.
 """
 
 from __future__ import annotations
@@ -26,16 +27,26 @@ class Evaluations:
 
     Attributes:
         at: the number of the one that it is in; 0 for none.
+        awaited: the number of one that others are in, to which this process has not come yet; 0 for none.
     """
 
     def __init__(self) -> None:
         self._begun: list[Evaluation] = []
-        self.at = 0
+        self.at = self.awaited = 0
+        self._results: dict[int, Any] = {}
+        self._repeated = 0
 
     def begin(self, call: Callable[[], Any]) -> int:
         """Another one begins: its number."""
         self._begun.append(Evaluation(call, rng_state.note()))
+        if len(self._begun) == self.awaited:
+            self.awaited = 0
         return len(self._begun)
+
+    @property
+    def comes_to_awaited(self) -> bool:
+        """Whether the next one is that in which others wait."""
+        return self.awaited == len(self._begun) + 1
 
     def enter(self, number: int) -> Callable[[], Any]:
         """What makes evaluation `number`, which begins, with the random numbers that it began with at first."""
@@ -44,23 +55,38 @@ class Evaluations:
         rng_state.restore(numbers)
         return call
 
+    def end(self, number: int, result: Any) -> None:
+        """Evaluation `number` has its result."""
+        self._results[number] = result
+
+    def repeat_from_first(self) -> None:
+        """A step was undone: the script may come once more to what it has evaluated since the step before."""
+        self._repeated = 0
+
+    def repeat(self) -> tuple[bool, Any]:
+        """Whether the next of these has its result, and that. It is not called: newcomers are in the step already."""
+        self._repeated += 1
+        return self._repeated in self._results, self._results.get(self._repeated)
+
     def forget(self) -> None:
         """Another step is done, or another rank's state was taken over."""
         self._begun.clear()
-        self.at = 0
+        self._results.clear()
+        self.at = self.awaited = 0
 
-    def standing(self) -> str:
-        """What this rank says of itself when it meets the others."""
-        return json.dumps([len(self._begun), self.at])
+    def standing(self, *, is_newcomer: bool) -> str:
+        """What this rank says of itself when it meets the others. `is_newcomer`: it has made no step with them."""
+        return json.dumps([len(self._begun), self.at, is_newcomer])
 
     def meet(self, standings: Iterable[str]) -> range:
         """All ranks have said their `standing`. The evaluations that this one has ended, and makes again.
 
-        None can be made again where a rank has not come to it: it is a newcomer, or has taken over the step before.
+        None can be made again where there is a newcomer: it enters the script behind the place where it is called.
         """
         said = [tuple(json.loads(each)) for each in standings]
-        first = min((at for _, at in said if at), default=0)
-        if any(begun < first for begun, _ in said):
+        first = min((at for _, at, _ in said if at), default=0)
+        if any(is_newcomer and begun < first for begun, _, is_newcomer in said):
             self.forget()
             return range(0)
+        self.awaited = first if len(self._begun) < first else 0
         return range(first, self.at or len(self._begun) + 1) if first else range(0)

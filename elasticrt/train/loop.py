@@ -132,7 +132,8 @@ class Loop:
     def complete(self) -> bool:
         """Whether the present batch completes its global batch: the moment for `optimizer.step()`.
 
-        After a block that was left because the membership has changed it is false: that step is done again.
+        After a block that was left because the membership has changed it is false, as that step is done again: but for
+        a step that other ranks have finished, and after which they are in `evaluate`, where this rank follows them.
         """
         return self._completes if self._share is None else self._share.last
 
@@ -181,8 +182,10 @@ class Loop:
                 self._settle()
                 if self._state.position.epoch != entered:
                     # The others were further: they had finished this epoch, and their state has what came after it.
-                    self._undo.forget_between()
+                    self._forget_between()
                     continue
+                self._redo = False  # A step of this epoch that was undone, and not made again by the script.
+                self._undo.keep_between()
                 position = self._state.position
                 # Whether the limit of steps, and not the end of the data or a `break`, ended this epoch.
                 cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
@@ -200,6 +203,7 @@ class Loop:
     def _end_together(self) -> None:
         """The last step is done: save it, and wait until that is done."""
         self._reporter.end()
+        validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         while not self._world.ends_with(self._saving.last):
             pass
 
@@ -314,7 +318,7 @@ class Loop:
             if self._pass != number:
                 raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
             if self._redo:
-                self._undo.forget_between()
+                self._forget_between()
                 continue
             self._settle(passed=True)
             # Between two micro-batches the state is that of no step, so nothing is saved there.
@@ -364,7 +368,7 @@ class Loop:
                 self._check_block()
                 validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
                 if self._redo:
-                    self._undo.forget_between()
+                    self._forget_between()
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
@@ -409,11 +413,12 @@ class Loop:
         self._asked = self._left_by = None
         validation.check_stage(self._stage, "step")
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
+        validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
             self._pass_on()
             self._begin(WHOLE)
         if self._redo:
-            self._undo.forget_between()
+            self._forget_between()
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
             self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
         self._undo.in_step = self._has_blocks = True
@@ -455,11 +460,19 @@ class Loop:
         self._completes = False
         self._world.undo_step()
         self._redo = True
+        self._world.evaluations.repeat_from_first()
         error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
         self._world.go_on()
+        # Others have finished the step, and evaluate: this rank goes on as if it had, until it comes to them there.
+        self._completes = bool(self._world.evaluations.awaited)
         # After that, because what goes back at the next try is the state that all ranks have now.
-        self._undo.note_between()
+        self._undo.note_between(whole=self._completes)
         return True
+
+    def _forget_between(self) -> None:
+        """Another try begins, unless others are in an evaluation that this rank has not come to."""
+        if not self._world.evaluations.awaited:
+            self._undo.forget_between()
 
     def _unconfirmed(self) -> BaseException | None:
         """Why a step without an optimizer's step cannot be trusted; None if it can."""
@@ -524,17 +537,28 @@ class Loop:
         that had their result already, whose second one is dropped. So all ranks must call it after the same step, it
         must begin anew when it is called again (give it a loader, not an iterator), and change nothing for good but
         by its result. Weights that it exchanges for the time of the call, as for those of an average, hinder that: then
-        and before the first step it is as in `pause`, of which all else holds as well.
+        and before the first step it is as in `pause`, of which all else holds as well. After a try that is done again
+        it calls nothing, and returns what it has returned after the step before.
 
         Args:
             function: what to call, outside of a step: after it, or after the batches of an epoch.
             *args: for it.
             **kwargs: for it.
 
-        Raises what `function` raises; ConfigError outside of `epochs`, and in the block of a step.
+        Raises what `function` raises; ConfigError outside of `epochs`, in the block of a step, and after a try that is
+        done again where it was not called after the step before.
         """
         validation.check_stage(self._stage, "evaluate")
         validation.check_outside(in_step=self._undo.in_step)
+        if self._world.evaluations.comes_to_awaited:
+            # What the script has done since this rank took the step over, the others had done in the state that came.
+            self._undo.forget_between()
+            self._redo, self._ended = False, self._redo and not self._fed
+        elif self._redo:
+            known, found = self._world.evaluations.repeat()
+            validation.check_known(known=known)
+            repeated: Result = found
+            return repeated
         call, what = partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate")
         if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
             with self.pause(what):

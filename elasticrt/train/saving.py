@@ -59,10 +59,9 @@ class Saving:
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, in another generation."""
         # A new rank 0 saves at once, because it does not know when the one before has saved: each interval is to have
-        # a checkpoint, however often rank 0 changes.
-        self._owes = worker.rank == 0 and (self._owes or not self.is_first)
-        if self.checkpointer.snapshots.busy:
-            self._saved = Position()  # A save in flight will be refused: it is of a generation that is over.
+        # a checkpoint, however often rank 0 changes. A save in flight will be refused, or was: its generation is over.
+        refused = self.checkpointer.snapshots.busy or self.checkpointer.missed
+        self._owes = worker.rank == 0 and (self._owes or not self.is_first or refused)
         self.checkpointer.move(worker)
         if worker.world_size == 1:
             self.memory_tier.left_alone()

@@ -57,7 +57,7 @@ class Undo:
         self._vars: dict[str, Any] = {}
         self._scales: list[tuple[torch.Tensor | None, ...]] = []
         self._state: dict[str, Any] | None = None
-        self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._between: tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None] | None = None
         self._objects: dict[str, Any] = {}  # The states of other objects, or their Notes.
         self._versions: list[int] = []  # Torch's counts of the changes of all parameters.
         self._watched: list[torch.nn.Parameter] = []
@@ -92,7 +92,7 @@ class Undo:
 
     @property
     def has_communicated(self) -> bool:
-        """Whether collectives have begun since the first optimizer of the step, or, before that, in the step at all."""
+        """Whether an optimizer that steps now may lack a peer: collectives have begun since the one before, if any."""
         return not self.touched or collectives.sequence_number() != self._collectives
 
     def unwatch(self) -> None:
@@ -233,19 +233,29 @@ class Undo:
         """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known."""
         return self._training.collect() if self.outside is None else self.outside.state
 
-    def note_between(self) -> None:
-        """The step is undone: note what the script may change between this and the next try."""
-        plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
-        states = {**stateful.collect(plain), stateful.OURS: self._rates()}
-        self._between = copy.deepcopy((states, dict(self._training.vars)))
+    def note_between(self, *, whole: bool) -> None:
+        """The step is undone: note what the script may change between this and the next try.
+
+        `whole`: it goes on as after a step that was done, and may change parameters, optimizers and random numbers.
+        """
+        objects = self._training.objects.items()
+        noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
+        states = {**stateful.collect(noted), stateful.OURS: self._rates()}
+        self._between = (*copy.deepcopy((states, dict(self._training.vars))), rng_state.note() if whole else None)
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
         if self._between is None:
             return
-        (states, kept), self._between = self._between, None
+        (states, kept, numbers), self._between = self._between, None
         self._load(states)
         self._set_vars(kept)
+        if numbers is not None:
+            rng_state.restore(numbers)
+
+    def keep_between(self) -> None:
+        """What the script has changed since `note_between` stays: no other try of that step follows."""
+        self._between = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self._optimizers for group in each.param_groups]

@@ -59,6 +59,22 @@ def check_outside(*, in_step: bool) -> None:
         raise ConfigError("an evaluation inside a step", "evaluate", expected=expected)
 
 
+def check_known(*, known: bool) -> None:
+    """Raises ConfigError for an evaluation after a try that is done again, if its result is not known."""
+    if not known:
+        what, got = "an evaluation after a try that is done again", "none after the step before"
+        remedy = "Write `if loop.complete:` around what follows the block of the step"
+        raise ConfigError(what, "evaluate", got=got, expected="a step that is done", remedy=remedy)
+
+
+def check_evaluated(*, is_awaited: bool, step: int) -> None:
+    """Raises RuntimeError when other ranks evaluate after `step`, and this one goes on without that."""
+    if is_awaited:
+        what, got = "other ranks evaluate here, and this one does not", f"the end of step {step}, and no `evaluate`"
+        remedy = "Decide by loop.steps_done and loop.complete whether to call it, and by nothing else of this rank's"
+        raise RuntimeError(explain(what, "evaluate", got=got, expected="the same calls on all ranks", remedy=remedy))
+
+
 def check_has_step(has_step: bool) -> None:
     """Raises ConfigError when a body of `loop.steps` has ended without a step, as it would again and again."""
     if not has_step:

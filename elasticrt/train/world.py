@@ -106,7 +106,7 @@ class World:
         """Take the seat in the next generation, and get the state that all others have there."""
         self._page.stepping = 0
         stepped_at_ns, steps = self._page.step_at_ns, self._state.position.steps
-        arrived = False
+        arrived, is_newcomer = False, self.in_place.worker.beside
         while not arrived:
             if not self.in_place.wait_for_seat():
                 self._reporter.end()
@@ -119,7 +119,9 @@ class World:
                 if self.in_place.worker.waits:  # For a generation with enough nodes.
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
-                again = self.evaluations.meet(meeting.gather("evaluations", self.evaluations.standing()))
+                standing = self.evaluations.standing(is_newcomer=is_newcomer)
+                again = self.evaluations.meet(meeting.gather("evaluations", standing))
+                self._page.evaluates = int(bool(self.evaluations.awaited or self.evaluations.at))
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
@@ -134,7 +136,9 @@ class World:
 
         `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
         """
-        result: Result = self._evaluated(self.evaluations.begin(call), what)
+        number = self.evaluations.begin(call)
+        result: Result = self._evaluated(number, what)
+        self.evaluations.end(number, result)
         return result
 
     def _evaluated(self, number: int, what: str) -> Any:
@@ -160,7 +164,7 @@ class World:
                     raise
                 error.__traceback__ = None  # It holds the frames of the call, and with them works of the old group.
                 self.go_on()
-                if not self.evaluations.at:  # Another rank has not come to it, or was further.
+                if not self.evaluations.at:  # There is a newcomer, or another rank was further.
                     self.leave_state(error, what, repeated=repeated)
                     raise
             else:

@@ -13,6 +13,8 @@ With requests=PORT a server is asked, at each step, on connections that were ope
 With evaluate=N all ranks evaluate together after each N-th step and each epoch, by `loop.evaluate`, in which they
 rest for rest=SECONDS: each process appends the results that it gets to a file of its own.
 
+With hold="RANK STEP" that rank waits in that step, before its optimizer, until another one is lost.
+
 With large=all_reduce or large=broadcast each step has a message of 64 MB, or megabytes=MB; ballast=MB is so
 much more state.
 """
@@ -44,6 +46,7 @@ from torch.utils.data import DataLoader, Dataset
 import elasticrt
 from elasticrt.checkpoint.state_transfer import Line
 from elasticrt.distributed.group_store import GroupStore
+from elasticrt.distributed.regroup import SOCKETS
 
 DIRECTORY, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
@@ -267,6 +270,17 @@ def main() -> None:
             total, drawn = loop.evaluate(evaluation, part)
             results.write(json.dumps([loop.steps_done, part, total, drawn, net.training]) + "\n")
 
+    def hold() -> None:
+        while OPTIONS.get("hold") == f"{ctx.rank} {loop.steps_done + 1}" and not SOCKETS.lost_a_peer():
+            time.sleep(0.01)
+
+    def step_done() -> None:
+        """Count it, and evaluate if that is due."""
+        if every:
+            loop.vars["complete"] = loop.vars.get("complete", 0) + 1
+            if loop.steps_done % every == 0:
+                evaluate()
+
     def look() -> None:
         FAULTS.step, FAULTS.rank, FAULTS.world = loop.steps_done, ctx.rank, ctx.world_size
         faulthandler.dump_traceback_later(5, file=stacks)  # For whoever looks into a run that stood still.
@@ -293,6 +307,7 @@ def main() -> None:
                     FAULTS.at("large")
                     getattr(dist, OPTIONS["large"])(large, *([0] if OPTIONS["large"] == "broadcast" else []))
                 FAULTS.at("before optimizer")
+                hold()
                 if not OPTIONS.get("hand") or loop.steps_done % 2:  # By hand: gradients of two steps are added up.
                     optimizer.step()
                     if OPTIONS.get("ahead"):
@@ -306,8 +321,8 @@ def main() -> None:
                 out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")
             look()
             FAULTS.at("between")
-            if loop.complete and loop.steps_done % (every or EPOCHS * SAMPLES) == 0:
-                evaluate()
+            if loop.complete:
+                step_done()
         look()
         evaluate()
         with loop.pause("evaluate"):

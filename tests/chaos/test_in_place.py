@@ -492,15 +492,38 @@ def check_evaluations(found: Run, factory: pytest.TempPathFactory, every: int) -
 def test_an_evaluation_is_made_again(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, points: tuple[str, ...]
 ) -> None:
-    """W02: a rank is lost in an evaluation: the others keep their processes and make it again, whoever had ended it.
-
-    All have come to it: a rank that is still in the step before would take that over, and could not make it again.
-    """
+    """W02: a rank is lost in an evaluation: the others keep their processes and make it again, whoever had ended it."""
     plan = [fault(point, number % 2, step=2) for number, point in enumerate(points)]
     found = run(tmp_path, plan, "evaluate=5", workers=3, epochs=4)
     found.check_all()
     check_weights(found, tmp_path_factory, "evaluate=5")
     check_evaluations(found, tmp_path_factory, 5)
+
+
+@pytest.mark.parametrize(
+    ("every", "step"),
+    [
+        pytest.param(5, 5, id="among the batches"),
+        pytest.param(1000, STEPS_PER_EPOCH, id="after the batches", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(200)
+def test_an_evaluation_that_a_rank_has_not_come_to(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, every: int, step: int
+) -> None:
+    """W02: a rank is lost in an evaluation while another is still in the step before: that one takes the step over,
+    goes on with the script as after a step, comes to the others there, and nobody healthy ends."""
+    plan = [fault("evaluate 0", 0, "mark", step=0), fault("any time", 2, step=0)]
+    words = [f"evaluate={every}", f"hold=1 {step}", "any time=1"]
+    found = run(tmp_path, plan, *words, workers=3, epochs=2)
+    came, killed = found.victims
+    found.victims = [killed]
+    found.check_all()
+    held = [pid for pid, lines in found.steps.items() if step not in [line[4] for line in lines] and lines[0][4] == 1]
+    assert len(held) == 1 and held != [came], found.story
+    check_weights(found, tmp_path_factory, f"evaluate={every}")
+    check_evaluations(found, tmp_path_factory, every)
+    assert {each["vars"]["complete"] for each in found.last()} == {2 * STEPS_PER_EPOCH}
 
 
 @pytest.mark.slow

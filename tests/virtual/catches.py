@@ -137,7 +137,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a worker is killed, and all others go on",
     ),
-    "the silence of a life is forgotten with its key": ("L4", 310386),
+    "the silence of a life is forgotten with its key": ("L7", 1354174),
     "an old report counts, and not the key that is newer": (
         "S18",
         "a node comes back without the state that its last report has told of",
@@ -416,10 +416,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S3",
         "a node drains, and the one that would take its place is lost, as another is",
     ),
-    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.view.reports.va": (
-        "S12",
-        "a newcomer comes while a worker has ended well",
-    ),
+    "_wish without: led.view.ended": ("S12", "a newcomer comes while a worker has ended well"),
     "_wish without: led.leaving": ("S10", "all are told to leave, the last of them when the step is agreed"),
     "_wish without: stays and _is_starting(led)": (
         "S10",

@@ -105,6 +105,34 @@ def test_a_signal_makes_a_node_leave_at_once(tmp_path: Path, etcd: EtcdServer, n
         assert run.ended() == {"n0": 0, "n1": 143}
 
 
+SAVES_WHEN_TOLD = """
+import signal, sys, threading
+import elasticrt
+
+elasticrt.init()
+checkpointer, told = elasticrt.Checkpointer(sys.argv[1]), threading.Event()
+checkpointer.begin()
+signal.signal(signal.SIGTERM, lambda *_: told.set())
+open(sys.argv[1] + ".begun", "w").close()
+while not told.wait(0.1):
+    pass
+checkpointer.save({"step": 7}, step=7)
+checkpointer.finish()
+"""
+
+
+def test_a_script_that_saves_when_it_is_told_to_leave(tmp_path: Path) -> None:
+    """A02: what a script saves in its own handling of the signal is committed while its agent leaves."""
+    script, directory = tmp_path / "saves.py", tmp_path / "ckpt"
+    script.write_text(SAVES_WHEN_TOLD)
+    with Cluster(tmp_path, f"end-{secrets.token_hex(4)}", [], [str(script), str(directory)]) as cluster:
+        leaving = cluster.start("n0")
+        cluster.wait("the script runs", directory.with_suffix(".begun").exists)
+        leaving.process.terminate()
+        assert cluster.ended() == {"n0": 143}
+        assert [each["step"] for each in cluster.events("committed")] == [7], cluster.story()
+
+
 def test_a_second_signal_cuts_the_grace_short(tmp_path: Path) -> None:
     """A04, W10: workers that ignore SIGTERM get a grace time; a second signal ends it at once, without orphans."""
     script = tmp_path / "stubborn.py"
@@ -357,6 +385,22 @@ def test_a_worker_that_does_not_end_is_named_and_has_a_bound(tmp_path: Path) -> 
     assert done.returncode == 1, said
     assert re.search(r"rank 0 ended 5 s ago; rank 1 is waited for, .*: File .*script.py\", line 3 in <module>", said)
     assert re.search(r"rank 1 on \S+ did not end, and did nothing for 7 s, after rank 0 had", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_node_whose_worker_does_not_end_after_that_of_another(tmp_path: Path, etcd: EtcdServer, first: int) -> None:
+    """L5: the worker that does nothing is on another node than the one that has ended, which leads, or does not."""
+    script, last = tmp_path / "script.py", 1 - first
+    script.write_text(f"import os, time\nif os.environ['RANK'] == '{last}':\n    time.sleep(900)\n")
+    options = ["--nnodes", "2", "--max-restarts", "0", "--hang-timeout", "7", "--etcd", str(etcd.address)]
+    with Cluster(tmp_path, f"end-{secrets.token_hex(4)}", options, [str(script)]) as cluster:
+        cluster.start("n0", "--node-rank", "0")
+        cluster.wait("n0 leads", lambda: "members/n0" in _keys(etcd, cluster.run_id))
+        cluster.start("n1", "--node-rank", "1")
+        assert cluster.ended(60) == {"n0": 1, "n1": 1}, cluster.story()
+        failed = {each["text"].partition(" in generation")[0] for each in cluster.events("failure")}
+    assert failed == {f"rank {last} on n{last} did not end, and did nothing for 7 s, after those on n{first} had"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -17,33 +18,48 @@ from elasticrt.train.evaluations import Evaluations
 @pytest.mark.parametrize(
     ("standings", "makes"),
     [
-        pytest.param(["[2, 0]", "[2, 0]", "[0, 0]"], [[], [], []], id="nobody is in one: a newcomer may come in"),
-        pytest.param(["[1, 1]", "[1, 1]"], [[], []], id="all are in it, and each makes its own again"),
-        pytest.param(["[1, 1]", "[1, 0]"], [[], [1]], id="one has ended it, and takes part again"),
-        pytest.param(["[1, 1]", "[2, 2]", "[2, 0]"], [[], [1], [1, 2]], id="some are in the next, or behind it"),
-        pytest.param(["[2, 1]", "[2, 2]"], [[], [1]], id="one makes the first again, and is lost in that"),
+        pytest.param([(2, 0), (2, 0), (0, 0, True)], [[], [], []], id="nobody is in one: a newcomer may come in"),
+        pytest.param([(1, 1), (1, 1)], [[], []], id="all are in it, and each makes its own again"),
+        pytest.param([(1, 1), (1, 0)], [[], [1]], id="one has ended it, and takes part again"),
+        pytest.param([(1, 1), (2, 2), (2, 0)], [[], [1], [1, 2]], id="some are in the next, or behind it"),
+        pytest.param([(2, 1), (2, 2)], [[], [1]], id="one makes the first again, and is lost in that"),
+        pytest.param([(1, 1), (0, 0), (1, 0)], [[], [], [1]], id="one has not come to it"),
     ],
 )
-def test_which_are_made_again(standings: list[str], makes: list[list[int]]) -> None:
+def test_which_are_made_again(standings: list[tuple[int, ...]], makes: list[list[int]]) -> None:
     """From the first that a rank is in, all that had ended it."""
     found = []
     for standing in standings:
-        mine = _standing(standing)
-        found.append(list(mine.meet(standings)))
-        assert mine.standing() == standing
+        mine = _standing(*standing)
+        found.append(list(mine.meet(json.dumps([*each, False][:3]) for each in standings)))
+        assert mine.standing(is_newcomer=bool(standing[2:])) == json.dumps([*standing, False][:3])
+        assert mine.awaited == 0 or not standing[0]
     assert found == makes
 
 
-@pytest.mark.parametrize("mine", ["[2, 2]", "[3, 0]", "[1, 0]", "[0, 0]"])
-def test_an_evaluation_that_a_rank_has_not_come_to(mine: str) -> None:
+def test_an_evaluation_that_a_rank_has_not_come_to() -> None:
+    """A rank behind the others goes on with the script until it comes to where they wait."""
+    late = _standing(0, 0)
+    late.meet(["[2, 2, false]", "[0, 0, false]"])
+    assert (late.awaited, late.comes_to_awaited) == (2, False)
+    late.begin(lambda: None)
+    assert (late.awaited, late.comes_to_awaited) == (2, True)
+    late.begin(lambda: None)
+    assert (late.awaited, late.comes_to_awaited) == (0, False)
+    late.meet(["[2, 2, false]", "[3, 0, false]"])
+    late.forget()
+    assert late.awaited == 0
+
+
+@pytest.mark.parametrize("mine", [(2, 2), (3, 0), (1, 0, True), (0, 0)])
+def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, ...]) -> None:
     """It cannot be made again by anybody, and nobody waits for that."""
-    found = _standing(mine)
-    assert list(found.meet(["[2, 2]", "[3, 0]", "[1, 0]"])) == []
-    assert (found.at, found.standing()) == (0, "[0, 0]")
+    found = _standing(*mine)
+    assert list(found.meet(["[2, 2, false]", "[3, 0, false]", "[1, 0, true]"])) == []
+    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, false]")
 
 
-def _standing(text: str) -> Evaluations:
-    begun, at = map(int, text.strip("[]").split(","))
+def _standing(begun: int, at: int, is_newcomer: bool = False) -> Evaluations:
     found = Evaluations()
     for _ in range(begun):
         found.begin(lambda: None)
@@ -59,7 +75,31 @@ def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> No
     random.random()
     assert mine.enter(number)() == first
     mine.forget()
-    assert (mine.at, mine.standing()) == (0, "[0, 0]")
+    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, false]")
+
+
+def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> None:
+    """It returns what it returned after the step before, evaluation by evaluation; what has no result is refused."""
+    mine = Evaluations()
+    for number in (1, 2):
+        assert mine.begin(lambda: None) == number
+        mine.end(number, f"result {number}")
+    for _ in range(2):
+        mine.repeat_from_first()
+        assert [mine.repeat() for _ in range(3)] == [(True, "result 1"), (True, "result 2"), (False, None)]
+    mine.forget()
+    mine.repeat_from_first()
+    assert mine.repeat() == (False, None)
+    model = nn.Linear(1, 1)
+    loop = Loop(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in loop.steps(1):
+        loop._redo = True
+        with pytest.raises(ConfigError, match="an evaluation after a try that is done again"):
+            loop.evaluate(random.random)
+        loop._world.evaluations.end(2, 0.5)
+        assert loop.evaluate(random.random) == 0.5
+        with loop.step():
+            loop._undo._has_stepped()
 
 
 def test_evaluate_without_an_agent(tmp_path: Path) -> None:
