@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +19,20 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
-_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun"}
+_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "habits"}
+
+
+@dataclass
+class Habits:
+    """What steps of the script have done, and a newcomer could not know before its first one: see `undo.Undo`.
+
+    `communicates_late`: collectives after the first optimizer began. `early_parameters`, `early_objects`: which of
+    `TrainingState.parameters`, and of its objects, they have changed before that.
+    """
+
+    communicates_late: bool = False
+    early_parameters: set[int] = field(default_factory=set)
+    early_objects: set[str] = field(default_factory=set)
 
 
 class TrainingState:
@@ -47,6 +61,7 @@ class TrainingState:
         self.numbers = rng_state.RngState(seed)  # The random numbers.
         self.ledger = Ledger(ledger, sampler)  # Notes which samples each step trains.
         self.vars: dict[str, Any] = {}  # The user's own plain values.
+        self.habits = Habits()
         # Whether the objects have the state after the last step of `position`. False for a newcomer, and while a step
         # is half done.
         self.whole = True
@@ -79,6 +94,7 @@ class TrainingState:
 
     def collect(self, **more: Any) -> dict[str, Any]:
         """All of it by name. `more` is added to our own part."""
+        habits = self.habits
         ours = {
             "position": self.position._asdict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
@@ -87,6 +103,7 @@ class TrainingState:
             "ledger": self.ledger.history(self.position.steps),
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
             "begun": self.begun == self.position.epoch,
+            "habits": [habits.communicates_late, sorted(habits.early_parameters), sorted(habits.early_objects)],
             **more,
         }
         return {**stateful.collect(self.objects), stateful.OURS: ours}
@@ -136,8 +153,15 @@ class TrainingState:
         self.position = Position(**ours["position"])
         self.begins_late = ours["begun"] and self.begun != self.position.epoch
         self.ledger.restored(ours["ledger"])
+        self.put_vars(dict(self.vars), ours["vars"])
+        late, parameters, objects = ours["habits"]
+        self.habits = Habits(late, set(parameters), set(objects))
+
+    def put_vars(self, named: dict[str, Any], values: dict[str, Any]) -> None:
+        """Give `vars` the `values`. Containers and tensors stay the objects that `named` has: scripts hold some."""
+        put = {name: _put(named[name], each) if name in named else each for name, each in values.items()}
         self.vars.clear()
-        self.vars.update(ours["vars"])
+        self.vars.update(put)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those of all modules, in order."""
@@ -148,6 +172,30 @@ class TrainingState:
         """Let go of all gradients. They may be views of a bucket that a work of an old group still writes into."""
         for each in self.parameters():
             each.grad = None
+
+
+def _put(old: Any, new: Any) -> Any:
+    """`old` with the contents of `new`, if it can have them; else `new`."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [*map(_put, old, new), *new[len(old) :]]
+    elif isinstance(old, dict) and isinstance(new, dict):
+        put = {key: _put(old[key], each) if key in old else each for key, each in new.items()}
+        old.clear()
+        old.update(put)
+    elif isinstance(old, set) and isinstance(new, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _alike(old, new):
+        with torch.no_grad():
+            old.copy_(new)
+    else:
+        return new
+    return old
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return same and not one.requires_grad  # One with a graph behind it is replaced.
 
 
 def _misfit(error: object) -> MisfitError:

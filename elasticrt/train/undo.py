@@ -54,22 +54,18 @@ class Undo:
         self._kept: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._numbers: dict[str, Any] | None = None
-        self._vars: dict[str, Any] = {}
+        self._vars: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # The objects, and copies of them.
         self._scales: list[tuple[torch.Tensor | None, ...]] = []
         self._state: dict[str, Any] | None = None
-        self._between: tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None] | None = None
+        self._between: tuple[dict[str, Any], tuple[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
         self._objects: dict[str, Any] = {}  # The states of other objects, or their Notes.
         self._versions: list[int] = []  # Torch's counts of the changes of all parameters.
         self._watched: list[torch.nn.Parameter] = []
-        # What steps have changed before their optimizer began, and what is copied at each step since.
-        self._early_parameters: list[torch.Tensor] = []
-        self._early_objects: set[str] = set()
         self._unknown = False  # Whether this step was the first that did.
         self._evaluates = False  # Whether what is noted is the beginning of an evaluation, and not of a step.
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
-        self._communicates_late = False  # Whether steps of this script have collectives since then.
         self.in_step = False  # Whether a block of a step is open.
         self.open = False  # Whether a step is noted that does not count yet.
         self.stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -106,7 +102,7 @@ class Undo:
             self._learn()
             # Before the step: the collectives of a closure (LBFGS) are inside of it, and leave all ranks there at once.
             self._collectives = collectives.sequence_number()
-            if self._communicates_late:
+            if self._training.habits.communicates_late:
                 self._state = copy.deepcopy(stateful.collect(self._training.objects))
         self.touched = True
 
@@ -116,23 +112,22 @@ class Undo:
         if not self.touched:
             self._learn()
         if self.stepped and collectives.sequence_number() != self._collectives:
-            self._communicates_late = True
+            self._training.habits.communicates_late = True
 
     def _has_stepped(self, *_: Any) -> None:
         self.stepped = True
 
     def _learn(self) -> None:
         """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
-        new = []
+        new, habits = set(), self._training.habits
         if [each._version for each in self._watched] != self._versions:
-            known = {id(each) for each in self._early_parameters}
-            pairs = zip(self._watched, self._versions, strict=True)
-            new = [each for each, version in pairs if each._version != version and id(each) not in known]
+            pairs = enumerate(zip(self._watched, self._versions, strict=True))
+            new = {number for number, (each, version) in pairs if each._version != version} - habits.early_parameters
         large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
         self._unknown = self._unknown or bool(new or large)
         if not self._evaluates:
-            self._early_parameters += new
-            self._early_objects |= large
+            habits.early_parameters |= new
+            habits.early_objects |= large
 
     def _rates(self) -> list[dict[str, Any]]:
         """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
@@ -158,18 +153,20 @@ class Undo:
         self._learns = [each.requires_grad for each in self._watched]
         self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]
         buffers = [each for owner in self._bound for each in owner.values() if each is not None]
-        buffers += self._early_parameters
+        buffers += [self._watched[number] for number in sorted(self._training.habits.early_parameters)]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
         elif buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng_state.note()
-        self._vars = {name: _clone(each) for name, each in self._training.vars.items()}
+        named = self._training.vars
+        self._vars = dict(named), {name: _clone(each) for name, each in named.items()}
         self._scales = [tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers]
         self._versions = [each._version for each in self._watched]
+        early = self._training.habits.early_objects
         self._objects = {
-            name: copy.deepcopy(each.state_dict()) if name in self._early_objects else Note(each.state_dict())
+            name: copy.deepcopy(each.state_dict()) if name in early else Note(each.state_dict())
             for name, each in self._noted.items()
         }
         self._objects[stateful.OURS] = self._rates()
@@ -204,7 +201,7 @@ class Undo:
         self._put_back_scalers()
         if self._numbers is not None:
             rng_state.restore(self._numbers)
-        self._set_vars(self._vars)
+        self._training.put_vars(*self._vars)
         return known
 
     def put_back_gradients(self) -> None:
@@ -241,7 +238,8 @@ class Undo:
         objects = self._training.objects.items()
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
         states = {**stateful.collect(noted), stateful.OURS: self._rates()}
-        self._between = (*copy.deepcopy((states, dict(self._training.vars))), rng_state.note() if whole else None)
+        named = dict(self._training.vars)
+        self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_state.note() if whole else None
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
@@ -249,7 +247,7 @@ class Undo:
             return
         (states, kept, numbers), self._between = self._between, None
         self._load(states)
-        self._set_vars(kept)
+        self._training.put_vars(*kept)
         if numbers is not None:
             rng_state.restore(numbers)
 
@@ -266,10 +264,6 @@ class Undo:
         stateful.put_back(objects, states, "the beginning of the step")
         for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
             group.update(values)  # The script may have added a group since, which has none.
-
-    def _set_vars(self, values: dict[str, Any]) -> None:
-        self._training.vars.clear()
-        self._training.vars.update(values)
 
 
 def _bind(owner: dict[str, torch.Tensor | None], bound: dict[str, torch.Tensor | None]) -> None:

@@ -4,11 +4,13 @@ with values that the script changes in place."""
 from __future__ import annotations
 
 import collections
+import copy
 
 import pytest
 import torch
 
-from elasticrt.train.training_state import TrainingState
+from elasticrt.checkpoint.state_copy import plain_copy
+from elasticrt.train.training_state import Habits, TrainingState
 from elasticrt.train.undo import Undo
 
 STEPS, LOST_IN = 6, 3
@@ -105,6 +107,48 @@ def test_values_that_contain_others_are_undone() -> None:
         best = {"step": 1, "each": [torch.ones(1)]}
         assert kept == {"history": [1], "best": best, "seen": {1}, "count": 1, "by_name": {"a": [1]}}
         assert optimizer.param_groups[0]["log"] == [1]
+
+
+def test_what_a_script_holds_of_its_variables_stays_the_same_object() -> None:
+    """S6: a list, a dict, a set or a tensor that a script has taken from `loop.vars` is what is undone and restored."""
+    state = TrainingState({}, None, None, None, "")
+    history, best, seen, mean = [1], {"step": 1, "each": [1]}, {1}, torch.ones(2)
+    state.vars.update(history=history, best=best, seen=seen, mean=mean)
+    each, saved = best["each"], copy.deepcopy(state.vars)
+    undo = Undo(state, seeded=True)
+    undo.note()
+    history.append(2)
+    each.append(2)
+    best.update(step=2, more=3)
+    seen.add(2)
+    mean += 1
+    state.vars["history"] = [*history, 3]
+    undo.put_back()
+    for _ in range(2):
+        assert state.vars == {"history": [1], "best": {"step": 1, "each": [1]}, "seen": {1}, "mean": mean}
+        assert mean.tolist() == [1, 1]
+        assert (state.vars["history"], state.vars["seen"], state.vars["mean"]) == (history, seen, mean)
+        assert state.vars["history"] is history and best["each"] is each and state.vars["mean"] is mean
+        undo.note_between(whole=False)
+        history.clear()
+        each.append(5)
+        undo.forget_between()
+    history.append(7)
+    state.put_vars(dict(state.vars), saved)  # As when another rank's state comes, or a checkpoint's.
+    assert (history, each) == ([1], [1]) and state.vars["best"] is best
+
+
+def test_a_newcomer_knows_what_steps_of_the_script_do() -> None:
+    """S6: its first step can be undone where those of the others can: it knows which need a copy before them."""
+    net = torch.nn.Linear(2, 1)
+    one, other = (TrainingState({"net": net}, None, None, None, "") for _ in range(2))
+    one.habits = Habits(communicates_late=True, early_parameters={1}, early_objects={"net"})
+    collected = one.collect(settings={}, batch_size=None, alike=[])
+    assert other.habits == Habits()
+    other.take_over(plain_copy(collected, "a test"))
+    assert other.habits == one.habits
+    other.habits.early_parameters.add(0)
+    assert one.habits.early_parameters == {1}
 
 
 def test_what_a_step_has_frozen_or_put_into_evaluation_is_undone() -> None:
