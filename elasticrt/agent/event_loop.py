@@ -39,10 +39,10 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.member import Member, Probed
 from elasticrt.rendezvous.outage import Heard
 from elasticrt.rendezvous.records import Generation, Seat
-from elasticrt.rendezvous.requests import Notice
+from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
 from elasticrt.store.lease_session import LeaseSession, SessionState
-from elasticrt.store.protocol import LeaseLost, StoreFull, StoreUnavailable
+from elasticrt.store.protocol import LeaseLost, StoreForbidden, StoreFull, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -182,12 +182,19 @@ class EventLoop:
         self._side.decided(decision)
         return decision
 
+    def _read(self, conversation: Conversation[None]) -> None:
+        """Carry out what only reads. If that is forbidden now, the login's permissions are being changed."""
+        try:
+            self.driver.run(conversation)
+        except StoreForbidden as error:
+            raise StoreUnavailable(str(error)) from error
+
     def _read_again(self, now: float) -> None:
         try:
             self._side.revive_store()
             if self.member.view.result is not None:
                 return
-            self.driver.run(self.member.replica.refresh())
+            self._read(self.member.replica.refresh())
         except StoreUnavailable as error:
             self.member.failed(error, self._clock.monotonic())
         else:
@@ -197,7 +204,7 @@ class EventLoop:
         """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""
         try:
             return self._carry_out(decision)
-        except (StoreUnavailable, LeaseLost, StoreFull) as error:
+        except (StoreUnavailable, LeaseLost, StoreFull, StoreForbidden) as error:
             return self.member.failed(error, self._clock.monotonic())
 
     def _carry_out(self, decision: Decision) -> float | None:
@@ -222,7 +229,7 @@ class EventLoop:
             case _:
                 before = member.view
                 done = self.driver.run(member.carry_out(decision))
-                member.outage.not_full()  # Something was written. Other decisions write nothing.
+                member.outage.not_refused()  # Something was written. Other decisions write nothing.
                 if isinstance(decision, Publish) and done:
                     side.published(decision, before)
                 if isinstance(decision, Register) and not done:
@@ -245,7 +252,7 @@ class EventLoop:
                 self.handle(self.queue.get_nowait())
         if self.member.outage.since is None:
             try:
-                self.driver.run(self.member.replica.complete())
+                self._read(self.member.replica.complete())
             except StoreUnavailable as error:
                 self.member.failed(error, self._clock.monotonic())
 

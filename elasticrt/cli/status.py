@@ -15,7 +15,7 @@ from elasticrt.ipc.std_streams import has_reader, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.records import Generation, Result
 from elasticrt.run_options import EtcdOptions
-from elasticrt.store.protocol import StoreUnavailable
+from elasticrt.store.protocol import StoreRefused, StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import as_object, head, sums
@@ -55,8 +55,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
         with opened(run_id, directory, options) as run:
             lines, ended = show(run, story, time.time())
         write(sys.stdout, "\n".join(lines) + "\n")
-    except (ConfigError, StoreUnavailable) as error:
-        away = isinstance(error, StoreUnavailable)  # The run may train on without etcd, and its directory tells of it.
+    except (ConfigError, StoreUnavailable, StoreRefused) as error:
+        away = not isinstance(error, ConfigError)  # The run may train on without etcd, and its directory tells of it.
         # An etcd that was named should know of a run that is alive.
         if story is None or (options.etcd and not away and story.alive()):
             raise
@@ -66,8 +66,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             return True
         if away and not arguments.watch:
             raise
-        told = "etcd does not answer" if away else "told by its directory alone"
-        write(sys.stdout, plain(f"{told}: {error}\n"))
+        told = "etcd does not answer: " if isinstance(error, StoreUnavailable) else "told by its directory alone: "
+        write(sys.stdout, plain(f"{told}{error}\n"))
         return not away and story.present(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")

@@ -47,7 +47,7 @@ from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice,
 from elasticrt.rendezvous.transactions import Guard
 from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import LeaseLost, StoreFull, StoreUnavailable, Txn
+from elasticrt.store.protocol import LeaseLost, StoreForbidden, StoreFull, StoreUnavailable, Txn
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Member:
                 self._note(f"etcd has given this node's lease up: {error}")
                 self.me = replace(self.me, lease="lost")
                 return 0.0
-            case StoreFull():
-                return self.outage.full(error, now)
+            case StoreFull() | StoreForbidden():
+                return self.outage.refused(error, now)
         raise error
 
     # What to do.

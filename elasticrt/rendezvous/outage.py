@@ -15,7 +15,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.requests import Conversation, Pause
-from elasticrt.store.protocol import StoreFull, StoreUnavailable
+from elasticrt.store.protocol import StoreForbidden, StoreFull, StoreUnavailable
 
 RIDE_THROUGH_S = 900.0
 """How long workers train on without etcd. A longer outage ends the member."""
@@ -48,7 +48,7 @@ class Outage:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._full_since: float | None = None
+        self._refused_since: float | None = None
         self._listen_at = 0.0
         self.since: float | None = None
         self.problem = ""
@@ -93,18 +93,21 @@ class Outage:
         if heard.generation:
             self.alone_since = None
 
-    def full(self, error: StoreFull, now: float) -> float:
-        """A write was refused for lack of space. Returns when to try again; raises `error` after too long a time."""
-        if self._full_since is None:
-            self._full_since = now
+    def refused(self, error: StoreFull | StoreForbidden, now: float) -> float:
+        """A write was refused, for lack of space or of a permission that this login has had. Returns when to try again.
+
+        Raises `error` after too long a time.
+        """
+        if self._refused_since is None:
+            self._refused_since = now
             self._say(f"{error}; workers run on, nothing can be agreed until then")
-        if now - self._full_since > RIDE_THROUGH_S:
+        if now - self._refused_since > RIDE_THROUGH_S:
             raise error
         return now + RETRY_S
 
-    def not_full(self) -> None:
+    def not_refused(self) -> None:
         """Nothing that has to be written is refused any more."""
-        self._full_since = None
+        self._refused_since = None
 
 
 def ride_out(ask: Callable[[], Conversation[T]], wait_s: float, note: Callable[[str], None]) -> Conversation[T]:

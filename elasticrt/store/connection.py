@@ -21,7 +21,15 @@ import tenacity  # Repeats what may be repeated until the time is over, with pau
 from elasticrt.errors import ConfigError
 from elasticrt.store import proto
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
+from elasticrt.store.protocol import (
+    Address,
+    Credentials,
+    LeaseLost,
+    StoreForbidden,
+    StoreFull,
+    StoreRefused,
+    StoreUnavailable,
+)
 
 # gRPC's C core would write every failed handshake to stderr. It reads this once, while it is imported; workers and the
 # user's own settings are left alone. Every failure reaches us as an error with the same text anyway.
@@ -287,7 +295,8 @@ def refused(what: str, where: str, code: str, details: str) -> StoreRefused:
     """The error for an answer that says no, with the remedy for the usual ones."""
     text = f"{code} {details}".lower()
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")
-    kind = StoreFull if "space exceeded" in text else StoreRefused
+    kinds = {"space exceeded": StoreFull, "permission denied": StoreForbidden}
+    kind = next((kind for words, kind in kinds.items() if words in text), StoreRefused)
     return kind(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
 
 

@@ -33,6 +33,10 @@ class StoreRefused(StoreError):  # noqa: N818
     """etcd answered and said no: authentication, permission, no space, too large."""
 
 
+class StoreForbidden(StoreRefused):
+    """The login may not do that."""
+
+
 class StoreFull(StoreRefused):
     """etcd has no space for another write. Reads and leases work; it ends when the operator makes space."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import kill
 from tests.integration.store.test_credentials import certificates, etcdctl, guarded
 from tests.integration.trouble.stepping import Stepping
 from tests.servers import EtcdServer, wheel_binary
@@ -95,6 +96,30 @@ def test_a_right_is_taken_away(tmp_path: Path, etcd: EtcdServer, guarded: EtcdSe
         else:
             etcdctl(server.address, *ROOT, "auth", "disable")
         _goes_on(run, before)
+
+
+@pytest.mark.slow
+def test_a_node_dies_while_a_right_is_taken_away(tmp_path: Path, guarded: EtcdServer) -> None:
+    """E09, L7: who may not write any more waits as for an etcd that is away, and goes on when it may again.
+
+    `status` with that login tells what the run's directory tells, and why etcd does not.
+    """
+    login = _login(tmp_path, "job", "secret")
+    with Stepping(tmp_path, "--nnodes", "1:2", "--lease-ttl", "2", "--etcd", str(guarded.address), *login) as run:
+        run.run_id = "mine"
+        _started(run)
+        etcdctl(guarded.address, *ROOT, "user", "revoke-role", "job", "mine")
+        kill(run.agents["n1"].pid)
+        run.wait_for_silence(3.0)
+        assert run.agents["n0"].process.poll() is None, run.story()
+        command = [sys.executable, "-m", "elasticrt", "status", str(run.run_dir), *login]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (told.returncode, "permission denied" in told.stderr) == (4, True), told
+        assert told.stdout.startswith("run mine: "), told
+        etcdctl(guarded.address, *ROOT, "user", "grant-role", "job", "mine")
+        run.wait_for_steps(5, generation=2)
+        run.finish()
+        assert run.ended()["n0"] == 0, run.story()
 
 
 def _switch_on(etcd: EtcdServer) -> None:

@@ -131,7 +131,7 @@ def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
     assert len(said) == 1
     with pytest.raises(StoreFull):
         member.failed(StoreFull("no space"), 910.1)
-    member.outage.not_full()
+    member.outage.not_refused()
     assert member.failed(StoreFull("no space"), 920.0) == 920.5
 
 
