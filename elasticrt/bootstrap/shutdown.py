@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 import weakref
@@ -28,6 +29,9 @@ from elasticrt.ipc.failure import is_collateral
 from elasticrt.ipc.proc import ports_of, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_IN_FORM = re.compile(r"[^()]+ \([^()]+\)")
+"""How our own messages begin: see `errors.explain`."""
 
 CONNECTING_S = 1.0
 """How long a peer may still be connecting to a process whose script has ended already."""
@@ -51,7 +55,10 @@ def in_short(error: BaseException) -> str:
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
     if isinstance(error, CheckpointError) and error.said_by_rank_0:
         return f"rank {rank} ends with the CheckpointError of rank 0; traceback: {shown}"
-    if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
+    raised_by_us = _innermost(error).startswith(_OURS)
+    if isinstance(error, (ConfigError, CheckpointError, DuplicateError)) or (
+        isinstance(error, (TypeError, ValueError)) and raised_by_us and _IN_FORM.match(found.message)
+    ):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
     if not is_collateral(found.name, found.message, found.callstack):
         return excerpt
@@ -59,9 +66,15 @@ def in_short(error: BaseException) -> str:
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 
+def _innermost(error: BaseException) -> str:
+    """The file that has raised the error."""
+    return "".join(each.filename for each in traceback.extract_tb(error.__traceback__)[-1:])
+
+
 def _called_at(error: BaseException) -> str:
-    """The line of the user's code that the error comes from: the last one outside of this package."""
-    theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+    """The line of the user's code that the error comes from: the last one outside of this package and of libraries."""
+    lines = traceback.extract_tb(error.__traceback__)
+    theirs = [each for each in lines if not each.filename.startswith((_OURS, *_LIBRARIES))]
     if not theirs:
         return ""
     line = f": {theirs[-1].line[:120]}" if theirs[-1].line else ""

@@ -93,6 +93,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and type(tensor).__name__ in ("DTensor", "ShardedTensor")
 
 
+_VARS = "['elasticrt']['vars']"
+"""Where a Loop's state has `loop.vars`."""
+
+
 class _UnfitError(Exception):
     """A value that is no plain one, and the keys that lead to it."""
 
@@ -119,6 +123,8 @@ class Copier:
             kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
             expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
             remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
+            if unfit.place.startswith(_VARS):
+                at, remedy = "loop.vars" + unfit.place.removeprefix(_VARS), "Keep an array as a tensor or a list"
             got = f"{kind.__module__}.{kind.__qualname__}"
             raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 

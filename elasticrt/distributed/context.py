@@ -91,7 +91,7 @@ class Context:
         Whole numbers are added exactly, others in double precision. Tensors must hold one element. Raises TypeError for
         anything else.
         """
-        mine = [each.item() if isinstance(each, torch.Tensor) else each for each in numbers]
+        mine = [each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in numbers]
         for number in mine:
             if not isinstance(number, (int, float)):
                 expected = "int, float or a tensor of one element"

@@ -99,6 +99,7 @@ class Loop:
         self._pass = 0
         self._loader: object = None
         self._fed = False  # Whether the script has a batch of `batches` at hand.
+        self._draws_itself = False  # Whether that is in `steps`.
         self._completes = True  # Whether the batch before completed its global batch.
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
@@ -251,6 +252,7 @@ class Loop:
         exception never. Raises ConfigError for a loader that does not belong to the sampler.
         """
         validation.check_stage(self._stage, "batches")
+        validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
@@ -361,6 +363,7 @@ class Loop:
         Raises ConfigError when the body has made no step.
         """
         validation.check_counts(total, None, "steps")
+        self._draws_itself = True
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
                 self._redo, counted = False, self._state.position.steps
@@ -412,7 +415,9 @@ class Loop:
     def _step_begins(self) -> None:
         self._asked = self._left_by = None
         validation.check_stage(self._stage, "step")
+        validation.check_not_paused("step", is_paused=bool(self._page.pausing_ns))
         validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
+        validation.check_fed(has_batch=self._fed or self._draws_itself, sampler=self._state.sampler)
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
             self._pass_on()
@@ -545,11 +550,11 @@ class Loop:
             *args: for it.
             **kwargs: for it.
 
-        Raises what `function` raises; ConfigError outside of `epochs`, in the block of a step, and after a try that is
-        done again where it was not called after the step before.
+        Raises what `function` raises; TypeError if it is none; ConfigError outside of `epochs`, in the block of a step,
+        and after a try that is done again where it was not called after the step before.
         """
         validation.check_stage(self._stage, "evaluate")
-        validation.check_outside(in_step=self._undo.in_step)
+        validation.check_outside(in_step=self._undo.in_step, function=function)
         if self._world.evaluations.comes_to_awaited:
             # What the script has done since this rank took the step over, the others had done in the state that came.
             self._undo.forget_between()

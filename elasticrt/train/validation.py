@@ -52,8 +52,26 @@ def check_alone(*, in_step: bool, second: bool) -> None:
         raise ConfigError("a second step with the same batch", "step", expected="one", remedy=remedy)
 
 
-def check_outside(*, in_step: bool) -> None:
-    """Raises ConfigError for an evaluation in the block of a step."""
+def check_not_paused(where: str, *, is_paused: bool) -> None:
+    """Raises ConfigError for training in a pause or an evaluation."""
+    if is_paused:
+        what, remedy = "training inside of loop.pause or loop.evaluate", "Evaluate with a loader that is not the Loop's"
+        raise ConfigError(what, where, expected="it between them", remedy=remedy)
+
+
+def check_fed(*, has_batch: bool, sampler: object) -> None:
+    """Raises ConfigError for a step without a batch of `loop.batches`, in a Loop whose `sampler` counts batches."""
+    if not has_batch and sampler is not None:
+        remedy = "Write `for batch in loop.batches(loader):`, or loop.steps and a Loop without a sampler"
+        what, got, expected = "a step without a batch", f"{type(sampler).__name__} in this Loop", "one of loop.batches"
+        raise ConfigError(what, "step", got=got, expected=expected, remedy=remedy)
+
+
+def check_outside(*, in_step: bool, function: object) -> None:
+    """Raises ConfigError for an evaluation in the block of a step, TypeError if `function` is none."""
+    if not callable(function):
+        expected = "a function, and then its arguments"
+        raise TypeError(explain("nothing to call", "evaluate", got=function, expected=expected))
     if in_step:
         expected = "after the block of the step, or after the batches of an epoch"
         raise ConfigError("an evaluation inside a step", "evaluate", expected=expected)

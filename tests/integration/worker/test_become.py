@@ -295,6 +295,27 @@ def test_a_wrong_call_is_not_a_traceback_of_ours(warm, tmp_path, given):
     assert "in __init__" in json.loads(kept.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("loop.epochs('3')", "TypeError: total is not a whole number (epochs): got 3"),
+        ("loop.pause('x').__enter__()", "ConfigError: the Loop is not running (pause)"),
+        ("elasticrt.init().sum(torch.ones(3))", "TypeError: not a number (sum)"),
+    ],
+)
+def test_a_wrong_call_is_shown_at_the_line_of_the_script(warm, tmp_path, call, says):
+    """Also for a type that is wrong, and where libraries stand between the script and us."""
+    body = f"""
+        import torch, elasticrt
+        loop = elasticrt.Loop("ck")
+        {call}
+        """
+    said = warm.run(body, tmp_path).err[0].splitlines()
+    assert said[0].startswith(f"rank 0: {says}")
+    assert said[1] == f"  called at {tmp_path}/script.py, line 4: {call}"
+    assert len(said) == 3
+
+
 def test_a_wrong_call_is_shown_as_the_script_wants_it(warm, tmp_path):
     """A hook of the script's own for uncaught exceptions gets a mistake in a call of ours, as it gets all others."""
     body = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,3 +119,10 @@ def test_buffers_are_written_over() -> None:
     assert third["a"].data_ptr() in {second[name].data_ptr() for name in ("a", "tied")}
     assert sum(map(len, buffers._taken.values())) == 1
     assert not buffers._free
+
+
+def test_a_variable_that_cannot_be_saved_is_named_as_the_script_names_it() -> None:
+    """The message says which of `loop.vars`, and what to keep instead: no word of `state_dict`."""
+    state = {"elasticrt": {"vars": {"best": {"at": Path("x")}}}}
+    with pytest.raises(ConfigError, match=r"\(loop\.vars\['best'\]\['at'\]\): got pathlib.*as a tensor or a list$"):
+        plain_copy(state, "state")

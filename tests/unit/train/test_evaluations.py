@@ -120,6 +120,8 @@ def test_evaluate_without_an_agent(tmp_path: Path) -> None:
             loop._undo._has_stepped()
         assert loop.evaluate(doubled, step, plus=1) == 2 * step + 1
         assert loop.evaluate(lambda: loop.evaluate(doubled, 1, plus=0)) == 2
+        with pytest.raises(TypeError, match=r"nothing to call \(evaluate\): got 3"):
+            loop.evaluate(3)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             loop.evaluate(lambda: 1 / 0)
     assert (loop.steps_done, loop._page.pausing_ns) == (2, 0)

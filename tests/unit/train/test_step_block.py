@@ -48,6 +48,42 @@ def test_a_step_in_a_step_and_outside_of_epochs(tmp_path: Path) -> None:
                 pass
 
 
+def test_a_step_without_a_batch_of_the_loop(tmp_path: Path) -> None:
+    """A Loop with a sampler counts batches: a step of the loader's own batch would be lost when it is undone."""
+    model, optimizer, _ = _parts()
+    data = TensorDataset(torch.ones(6, 1))
+    sampler = ElasticBatchSampler(data, global_batch_size=2)
+    loop = Loop(tmp_path, sampler=sampler, model=model, optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"a step without a batch .*loop\.batches\(loader\)"):
+        for _ in loop.epochs(1):
+            for _ in DataLoader(data, batch_sampler=sampler):
+                with loop.step():
+                    optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["pause", "evaluate"])
+def test_training_where_nothing_is_trained(tmp_path: Path, where: str) -> None:
+    """Batches and steps are refused in a pause and in an evaluation, where they would take those of the epoch."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    said = []
+
+    def train() -> None:
+        for each in (lambda: next(iter(loop.batches(loader))), lambda: loop.step().__enter__()):
+            with pytest.raises(ConfigError, match=r"training inside of loop\.pause"):
+                each()
+            loop._asked = None
+            said.append(where)
+
+    for _ in loop.epochs(1):
+        if where == "pause":
+            with loop.pause("a mistake"):
+                train()
+        else:
+            loop.evaluate(train)
+    assert said == [where] * 2
+
+
 def test_two_blocks_for_one_batch(tmp_path: Path) -> None:
     """The second one would be a step without samples."""
     model, optimizer, loader = _parts()
