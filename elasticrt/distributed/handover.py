@@ -23,7 +23,8 @@ from elasticrt.ipc.status_page import StatusPage
 _log = logging.getLogger(__name__)
 
 left = False
-"""Whether this process has left its loop to hand over: it ends, and has handed over what it has not saved."""
+"""Whether this process has left its loop because the membership changes: others have the state, or its agent tells
+what nobody has."""
 
 POLL_S = 0.0005
 HOLD_S_MAX = 120.0
@@ -58,15 +59,14 @@ def staying(step: int) -> Callable[[], object]:
 
 def leave(step: int) -> Handover:
     """Report that this process has stopped after `step`, as agreed, and ends. Returns what leaves the loop."""
-    global left  # noqa: PLW0603  A process hands over once.
-    left = True
     staying(step)()
     return departure(step)
 
 
 def departure(step: int) -> Handover:
     """What leaves the loop of a process that has no seat in the next generation. It is not printed."""
-    before = sys.excepthook
+    global left
+    left, before = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, Handover):
