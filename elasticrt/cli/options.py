@@ -85,7 +85,7 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     names = variables(options_of(RunOptions)["log_dir"])
-    log_dir = log_place(next((os.environ[name] for name in names if name in os.environ), RunOptions.log_dir))
+    log_dir = log_place(next((os.environ[name] for name in names if os.environ.get(name)), RunOptions.log_dir))
     text = f"where runs keep their logs (default: {log_dir})".replace("%", "%%")
     complete_files(parser.add_argument("--log-dir", metavar="DIR", type=log_place, default=log_dir, help=text))
 
@@ -183,7 +183,7 @@ def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> d
     found = {}
     for field, option in options_of(kind).items():
         texts = [(option.names[0], getattr(arguments, _dest(option), None))]
-        texts += [(name, env[name]) for name in variables(option) if name in env and name != hidden]
+        texts += [(name, env[name]) for name in variables(option) if env.get(name) and name != hidden]
         first = next(((text, where) for where, text in texts if text is not None), None)
         if first is not None:
             found[field] = option, *first
