@@ -1,4 +1,4 @@
-"""When a Loop saves, as other ranks become rank 0."""
+"""When a Loop saves, as other ranks become rank 0, and generations end."""
 
 from __future__ import annotations
 
@@ -55,3 +55,18 @@ def test_a_new_rank_0_saves_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _move(saving, 0, monkeypatch)
     saving.last()
     assert saved == [5]
+
+
+def test_a_save_that_was_refused_is_repeated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D01: where it was of a generation that is over, however early its refusal has come."""
+    saving, saved = _saving(tmp_path, 5)
+    _move(saving, 0, monkeypatch)
+    for steps in range(5, 30):
+        saving._state.position = Position(steps=steps)
+        if steps == 18:
+            draft = saving.checkpointer._draft(15, 0).commit
+            saving.checkpointer._missed(RuntimeError, draft, "another generation has begun", repeated=True)
+            _move(saving, 0, monkeypatch)
+        saving.between_steps()
+        saving.checkpointer.wait()
+    assert saved == [5, 15, 18, 28]
