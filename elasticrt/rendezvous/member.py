@@ -44,7 +44,6 @@ from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.registration import Entered, Kept
 from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
-from elasticrt.rendezvous.transactions import Guard
 from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import LeaseLost, StoreForbidden, StoreFull, StoreUnavailable, Txn
@@ -217,18 +216,18 @@ class Member:
 
     def _transaction(self, decision: Decision) -> Txn:
         """The one transaction that carries a decision out."""
-        keys, guard = self.replica.keys, Guard.of(self.view)
+        keys, view = self.replica.keys, self.view
         match decision:
             case Announce():
-                return transactions.announce(keys, guard, self.me.record, self.lease_id)
+                return transactions.announce(keys, view, self.me.record, self.lease_id)
             case Fence(member=member):
-                return transactions.evict(keys, guard, member)
+                return transactions.evict(keys, view.fence, member.record.node, member.mod_revision)
             case Ask(handover=handover):
-                return transactions.ask(keys, guard, handover)
+                return transactions.ask(keys, view, handover)
             case Withdraw():
-                return transactions.withdraw(keys, guard)
+                return transactions.withdraw(keys, view)
             case Finish():
-                return transactions.finish(keys, guard, self._result(decision))
+                return transactions.finish(keys, view, self._result(decision))
         raise AssertionError(f"{decision} asks nothing of the store")
 
     def _result(self, decision: Finish) -> Result:
@@ -245,14 +244,14 @@ class Member:
 
     def _file(self, report: Report) -> Conversation[bool]:
         """Store a report."""
-        keys, guard = self.replica.keys, Guard.of(self.view)  # A look at another store would empty the view.
+        keys, view = self.replica.keys, self.view  # A look at another store would empty the view.
         key = keys.report(report.generation, report.node)
         before = self._filed.get(key, 0)
         if before is None:  # The try before may have arrived, though its answer did not.
             found = yield from self.replica.look_up(key)
             before = found.mod_revision if found is not None else 0
         self._filed = {key: None}
-        revision = yield from self.replica.write(transactions.file(keys, guard, report, before))
+        revision = yield from self.replica.write(transactions.file(keys, view, report, before))
         if not revision:
             return False
         self._filed = {key: revision}
@@ -270,7 +269,7 @@ class Member:
         absent = sorted(self.view.seats.keys() - self.view.members.keys())
         # A key that somebody has overwritten is no member's, and there it stays.
         absent = [node for node in absent if keys.member(node) not in self.view.unreadable]
-        txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None, absent)
+        txn = transactions.publish(keys, self.view, generation, before.record if before else None, absent)
         discard = transactions.discard_roster(keys, generation.nonce) if chunks else None
         if not (yield from self.replica.write(txn, otherwise=discard)):
             return False

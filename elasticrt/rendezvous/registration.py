@@ -9,8 +9,7 @@ from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Member, Report, Result, SpecRecord, decode
 from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import Conversation, Transact
-from elasticrt.rendezvous.transactions import Guard
-from elasticrt.rendezvous.view import Stored, View
+from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec, difference, resized
 from elasticrt.store.protocol import KeyValue
 
@@ -75,13 +74,14 @@ def enter(
         return Kept(alive[0], place, known.spec.lease_ttl_s)
     if not isinstance(place, Entered):
         return place
-    guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.value if generation else b"")
     record = None
     if known is None or not alive:
         # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
         same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
         record = known if same else SpecRecord(spec=place.spec, attempt=place.attempt)
-    done, _ = yield Transact(transactions.register(keys, guard, member, lease, record))
+    fence, seen_mod = generation.value if generation else b"", stored[1] if stored else 0
+    txn = transactions.register(keys, member, lease, record, generation=fence, seen_mod=seen_mod)
+    done, _ = yield Transact(txn)
     return place if done.succeeded else None
 
 
@@ -116,22 +116,21 @@ def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[Non
         member: the record that it holds.
     """
     generation = yield from replica.look_up(replica.keys.generation)
-    guard = Guard(member.node, generation=generation.value if generation else b"")
-    seen = Stored(member, stale.create_revision, stale.mod_revision, since=0.0)
-    yield Transact(transactions.evict(replica.keys, guard, seen))
+    fence = generation.value if generation else b""
+    yield Transact(transactions.evict(replica.keys, fence, member.node, stale.mod_revision))
 
 
 def register_again(replica: Replica, member: Member, lease: int) -> Conversation[bool]:
     """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
-    keys, before = replica.keys, (replica.view.number, Guard.of(replica.view).spec)
+    keys, before = replica.keys, (replica.view.number, transactions.mod(replica.view.spec))
     yield from replica.refresh()
-    if (replica.view.number, Guard.of(replica.view).spec) != before:
+    if (replica.view.number, transactions.mod(replica.view.spec)) != before:
         # A generation may have left this life out, or the run may have other options: that is decided anew.
         return False
     mine = replica.view.members.get(member.node)
     if mine is not None and mine.record.incarnation == member.incarnation:
         # The key is still there, on the old lease: replace it by one on the new lease.
-        txn = transactions.announce(keys, Guard.of(replica.view), member, lease)
+        txn = transactions.announce(keys, replica.view, member, lease)
         return bool((yield from replica.write(txn)))
     if mine is not None and same_process(mine.record, member):
         # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
@@ -139,7 +138,8 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         yield from replica.refresh()
     elif mine is not None:
         return False  # Of another process with this name: its lease ends, or it lives.
-    txn = transactions.register(keys, Guard.of(replica.view), member, lease)
+    view = replica.view
+    txn = transactions.register(keys, member, lease, generation=view.fence, seen_mod=transactions.mod(view.spec))
     return bool((yield from replica.write(txn)))
 
 
@@ -155,7 +155,7 @@ def leave(
         if mine is not None and not same_process(mine.record, member):
             return  # Another agent has come with this name, after a silence of this one.
         report = tell(replica.view)
-        done, _ = yield Transact(transactions.leave(replica.keys, Guard.of(replica.view), report))
+        done, _ = yield Transact(transactions.leave(replica.keys, replica.view, report))
         if done.succeeded or report is None:
             return
         yield from replica.refresh()  # The generation has moved on, or the key does not exist any more.

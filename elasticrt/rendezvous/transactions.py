@@ -5,15 +5,15 @@ can only take effect while that generation is the current one. A revision would 
 anew, and comes to the same numbers when the same run begins again. A lease is a sign of life, never a permission to
 write.
 
-`Guard` collects what the writer knows: the revisions of the keys as it read them. A transaction that fails means that
-the writer's knowledge is old; it reads again and decides again. One whose outcome is unknown is handled the same way:
-after reading again, either its effect is there (with our nonce), or it is not and may be tried again.
+A `View` is what the writer knows: the keys with their revisions as it read them. A transaction that fails means that
+this is old; the writer reads again and decides again. One whose outcome is unknown is handled the same way: after
+reading again, either its effect is there (with our nonce), or it is not and may be tried again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
@@ -37,38 +37,9 @@ ABSENT_MAX = 64
 """Compares of missing keys in one transaction; etcd takes 128 of all kinds."""
 
 
-@dataclass(frozen=True)
-class Guard:
-    """The run's keys as the writer knows them. 0 stands for an absent key, which is what etcd compares as well.
-
-    Attributes:
-        node: the writer.
-        me, lease: the create revision of the writer's own member key, and its lease.
-        generation: its value; empty if there is none.
-        spec, checkpoint, handover: mod revisions.
-    """
-
-    node: str
-    me: int = 0
-    lease: int = 0
-    generation: bytes = b""
-    spec: int = 0
-    checkpoint: int = 0
-    handover: int = 0
-
-    @classmethod
-    def of(cls, view: View) -> Guard:
-        """What the observer of a view knows."""
-        mine = view.members.get(view.node)
-        return cls(
-            node=view.node,
-            me=mine.create_revision if mine else 0,
-            lease=mine.lease if mine else 0,
-            generation=view.generation.value if view.generation else b"",
-            spec=view.spec.mod_revision if view.spec else 0,
-            checkpoint=view.head.mod_revision if view.head else 0,
-            handover=view.handover.mod_revision if view.handover else 0,
-        )
+def mod(seen: Stored[Any] | KeyValue | None) -> int:
+    """The mod revision of a key as the writer has seen it: 0 for an absent one, which is what etcd compares as well."""
+    return seen.mod_revision if seen is not None else 0
 
 
 def _unchanged(key: str, mod_revision: int) -> Compare:
@@ -83,23 +54,27 @@ def _current(keys: Keys, generation: bytes) -> Compare:
     return Compare(keys.generation, "value", generation) if generation else _absent(keys.generation)
 
 
-def _alive(keys: Keys, guard: Guard) -> Compare:
-    return Compare(keys.member(guard.node), "create", guard.me)
+def _alive(keys: Keys, view: View) -> Compare:
+    mine = view.members.get(view.node)
+    return Compare(keys.member(view.node), "create", mine.create_revision if mine else 0)
 
 
-def _own(keys: Keys, guard: Guard) -> Compare:
+def _own(keys: Keys, view: View) -> Compare:
     """Before the first generation only the lease tells a key from one of the same revision in a wiped store."""
-    return Compare(keys.member(guard.node), "lease", guard.lease)
+    mine = view.members.get(view.node)
+    return Compare(keys.member(view.node), "lease", mine.lease if mine else 0)
 
 
-def register(keys: Keys, guard: Guard, member: Member, lease: int, spec: SpecRecord | None = None) -> Txn:
+def register(
+    keys: Keys, member: Member, lease: int, spec: SpecRecord | None = None, *, generation: bytes, seen_mod: int
+) -> Txn:
     """Come into a run whose spec is as read, under a name that no member has. With `spec`, which is written, begin it:
     then it has not ended either.
     """
     own = Put(keys.member(member.node), member.encode(), lease)
     compares = (
-        _unchanged(keys.spec, guard.spec),
-        _current(keys, guard.generation),
+        _unchanged(keys.spec, seen_mod),
+        _current(keys, generation),
         _absent(keys.member(member.node)),
     )
     if spec is None:
@@ -108,10 +83,10 @@ def register(keys: Keys, guard: Guard, member: Member, lease: int, spec: SpecRec
     return Txn(begins, (Put(keys.spec, spec.encode()), own), why=f"{member.node} joins")
 
 
-def announce(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
+def announce(keys: Keys, view: View, member: Member, lease: int) -> Txn:
     """Bring the own key up to date, if it is still the one that was created."""
     return Txn(
-        compares=(_alive(keys, guard),),
+        compares=(_alive(keys, view),),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
         why=f"{member.node} announces its state",
     )
@@ -135,27 +110,27 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
     )
 
 
-def file(keys: Keys, guard: Guard, report: Report, before: int) -> Txn:
+def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
     """Store a report about the current generation. It is true of the workers, whatever became of the member's key.
 
     `before` is the mod revision of this node's last report: a report whose answer was lost may arrive after the next.
     """
     key = keys.report(report.generation, report.node)
     return Txn(
-        compares=(_current(keys, guard.generation), _unchanged(key, before)),
+        compares=(_current(keys, view.fence), _unchanged(key, before)),
         operations=(Put(key, report.encode()),),
         why=f"{report.node} reports {report.status} in generation {report.generation}",
     )
 
 
-def leave(keys: Keys, guard: Guard, report: Report | None) -> Txn:
+def leave(keys: Keys, view: View, report: Report | None) -> Txn:
     """Take the own key out; with `report` (a seated member's "left") the others need not ask whether it lives."""
-    operations: tuple[Put | Delete, ...] = (Delete(keys.member(guard.node)),)
-    compares: tuple[Compare, ...] = (_alive(keys, guard),)
+    operations: tuple[Put | Delete, ...] = (Delete(keys.member(view.node)),)
+    compares: tuple[Compare, ...] = (_alive(keys, view),)
     if report is not None:
-        operations = (Put(keys.report(report.generation, guard.node), report.encode()), *operations)
-        compares = (*compares, _current(keys, guard.generation))
-    return Txn(compares, operations, why=f"{guard.node} leaves")
+        operations = (Put(keys.report(report.generation, view.node), report.encode()), *operations)
+        compares = (*compares, _current(keys, view.fence))
+    return Txn(compares, operations, why=f"{view.node} leaves")
 
 
 def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
@@ -166,7 +141,7 @@ def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn
 
 
 def publish(
-    keys: Keys, guard: Guard, generation: Generation, before: Generation | None, absent: Sequence[str] = ()
+    keys: Keys, view: View, generation: Generation, before: Generation | None, absent: Sequence[str] = ()
 ) -> Txn:
     """Replace the generation: number = previous + 1, by a leader whose key lives, from a head that still is the head.
 
@@ -181,11 +156,11 @@ def publish(
             cleanup = (Delete(keys.roster(before.nonce)), *cleanup)
     return Txn(
         compares=(
-            _unchanged(keys.spec, guard.spec),
-            _current(keys, guard.generation),
-            _unchanged(keys.checkpoint, guard.checkpoint),
-            _alive(keys, guard),
-            _own(keys, guard),
+            _unchanged(keys.spec, mod(view.spec)),
+            _current(keys, view.fence),
+            _unchanged(keys.checkpoint, mod(view.head)),
+            _alive(keys, view),
+            _own(keys, view),
             _absent(keys.result(generation.attempt)),
             *(_absent(keys.member(node)) for node in absent[:ABSENT_MAX]),
         ),
@@ -194,13 +169,13 @@ def publish(
     )
 
 
-def ask(keys: Keys, guard: Guard, handover: HandoverRecord) -> Txn:
+def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
     """Ask for a handover of the current generation, or go on with the one that stands."""
     return Txn(
         compares=(
-            _current(keys, guard.generation),
-            _unchanged(keys.handover, guard.handover),
-            _alive(keys, guard),
+            _current(keys, view.fence),
+            _unchanged(keys.handover, mod(view.handover)),
+            _alive(keys, view),
         ),
         operations=(Put(keys.handover, handover.encode()),),
         why=f"handover of generation {handover.generation}: "
@@ -208,10 +183,10 @@ def ask(keys: Keys, guard: Guard, handover: HandoverRecord) -> Txn:
     )
 
 
-def withdraw(keys: Keys, guard: Guard) -> Txn:
+def withdraw(keys: Keys, view: View) -> Txn:
     """Give a handover up."""
     return Txn(
-        compares=(_unchanged(keys.handover, guard.handover), _alive(keys, guard)),
+        compares=(_unchanged(keys.handover, mod(view.handover)), _alive(keys, view)),
         operations=(Delete(keys.handover),),
         why="the handover is given up",
     )
@@ -222,24 +197,24 @@ def discard_roster(keys: Keys, nonce: str) -> Txn:
     return Txn((), (Delete(keys.roster(nonce)),), why="discard an unused roster")
 
 
-def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
+def evict(keys: Keys, generation: bytes, node: str, seen_mod: int) -> Txn:
     """Fence a member: its key is as it was before it was probed, and the generation still is the same."""
-    key = keys.member(member.record.node)
+    key = keys.member(node)
     return Txn(
-        compares=(_unchanged(key, member.mod_revision), _current(keys, guard.generation)),
+        compares=(_unchanged(key, seen_mod), _current(keys, generation)),
         operations=(Delete(key),),
-        why=f"{member.record.node} is fenced",
+        why=f"{node} is fenced",
     )
 
 
-def finish(keys: Keys, guard: Guard, result: Result) -> Txn:
+def finish(keys: Keys, view: View, result: Result) -> Txn:
     """Write the one result of an attempt, and clear what only a living run needs."""
     return Txn(
         compares=(
             _absent(keys.result(result.attempt)),
-            _unchanged(keys.spec, guard.spec),
-            _current(keys, guard.generation),
-            _alive(keys, guard),
+            _unchanged(keys.spec, mod(view.spec)),
+            _current(keys, view.fence),
+            _alive(keys, view),
         ),
         operations=(
             Put(keys.result(result.attempt), result.encode()),

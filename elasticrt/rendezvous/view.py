@@ -128,6 +128,11 @@ class View:
         return self.generation.record.number if self.generation else 0
 
     @property
+    def fence(self) -> bytes:
+        """What the current generation's key holds, which has a nonce; empty before the first."""
+        return self.generation.value if self.generation else b""
+
+    @property
     def leads(self) -> bool:
         """Whether the observer holds the oldest member key."""
         return self.oldest == self.node

@@ -15,10 +15,10 @@ _SAID = "all(led.said(seat, "
 Edit = tuple[str, str, str, str]
 
 EDITS: dict[str, tuple[Edit, ...]] = {
-    "no compare-and-swap": ((_FENCE, "publish", "_current(keys, guard.generation),", ""),),
+    "no compare-and-swap": ((_FENCE, "publish", "_current(keys, view.fence),", ""),),
     "lease as permission to publish": (
-        (_FENCE, "publish", "_current(keys, guard.generation),", ""),
-        (_FENCE, "publish", "_unchanged(keys.checkpoint, guard.checkpoint),", ""),
+        (_FENCE, "publish", "_current(keys, view.fence),", ""),
+        (_FENCE, "publish", "_unchanged(keys.checkpoint, mod(view.head)),", ""),
     ),
     "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == member.incarnation", ""),),
     "no fence on commit": ((_FENCE, "commit", "_current(keys, generation),", ""),),
