@@ -15,9 +15,9 @@ import hashlib
 import random
 import sys
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -101,72 +101,61 @@ def _in_tensor(words: Sequence[int]) -> torch.Tensor:
 
 def note() -> dict[str, Any]:
     """The same as the generators give it, in a tenth of the time: done at each step, for `restore`, not for a file."""
-    state: dict[str, Any] = {"python": _pythons()}
+    state: dict[str, Any] = {"python": _pythons().state()}
     state["torch"], state["seed"] = torch.default_generator.get_state(), torch.initial_seed()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:  # Else the script does not use its generator.
-        state["numpy"] = _numpys(sys.modules["numpy"])
+        state["numpy"] = _numpys(sys.modules["numpy"].random.mtrand._rand._bit_generator).state()
     return state
 
 
 # The memory of the usual generator, python's and numpy's: 624 words, and its position.
 _Words: Any = ctypes.c_char * (625 * 4)
-# Of python's generator, as it was last noted: its words, and its state.
-_pythons_last: tuple[bytes, tuple[Any, ...]] = (b"", (None, None, None))
-# Of numpy's: itself, its memory, its words, and its state.
-_numpys_last: tuple[Any, Any, bytes, dict[str, Any]] = (None, None, b"", {})
-
-
-def _pythons() -> tuple[Any, ...]:
-    """The state of python's global generator.
-
-    python makes 625 numbers of it, and frees those of the last time: 25 us of a step. Most scripts draw from it only
-    before the steps. If its words are the same nothing was drawn since, but perhaps the second of two Gaussian numbers.
-    """
-    global _pythons_last  # noqa: PLW0603  As there is one such generator.
-    memory, (words, state) = _memory_of_pythons(), _pythons_last
-    if memory is None:
-        return random.getstate()
-    now = memory.raw
-    if now != words or _PYTHONS.gauss_next != state[2]:
-        state = random.getstate()
-        _pythons_last = now, state
-    return state
-
-
 _PYTHONS: Any = getattr(random.getstate, "__self__", None)
 
 
-@lru_cache(maxsize=1)
-def _memory_of_pythons() -> Any:
-    """The memory of python's generator; None if its words are not found there."""
-    if sys.implementation.name != "cpython":  # Elsewhere `id` is no address.
-        return None
-    *words, position = random.getstate()[1]
-    size = type(_PYTHONS).__basicsize__
-    at = ctypes.string_at(id(_PYTHONS), size).find(array("I", [position, *words]).tobytes())
-    return _Words.from_address(id(_PYTHONS) + at) if at >= 0 else None
+class _Noted:
+    """A global generator with its state as it was last noted. To make that takes python 25 us of a step, and numpy 30.
 
+    Most scripts draw from it only before the steps. If its words are the same nothing was drawn since, but perhaps the
+    second of two Gaussian numbers, which is kept elsewhere.
 
-def _numpys(numpy: Any) -> dict[str, Any]:
-    """The state of numpy's global generator.
-
-    numpy takes 30 us to make it. Here as well nothing was drawn if its words are the same, unless the second of two
-    Gaussian numbers was left, which is kept elsewhere.
+    Args:
+        address: of its words in memory; 0 if they are not found there.
+        make: makes its state.
+        gauss_is_kept: whether that second number is as a state says.
     """
-    global _numpys_last  # noqa: PLW0603  As there is one such generator.
-    generator = numpy.random.mtrand._rand._bit_generator
-    seen, memory, words, state = _numpys_last
-    if generator is not seen:
-        usual = type(generator) is numpy.random.MT19937
-        memory = _Words.from_address(generator.ctypes.state_address) if usual else None
-    now = memory.raw if memory is not None else b""
-    if generator is seen and now and now == words and not state["has_gauss"]:
-        return state
-    found: dict[str, Any] = numpy.random.get_state(legacy=False)
-    _numpys_last = (generator, memory, now, found)
-    return found
+
+    def __init__(self, address: int, make: Callable[[], Any], gauss_is_kept: Callable[[Any], bool]) -> None:
+        self._memory = _Words.from_address(address) if address else None
+        self._make, self._gauss_is_kept = make, gauss_is_kept
+        self._words, self._state = b"", None
+
+    def state(self) -> Any:
+        now = self._memory.raw if self._memory is not None else b""
+        if not now or now != self._words or not self._gauss_is_kept(self._state):
+            self._words, self._state = now, self._make()
+        return self._state
+
+
+@lru_cache(maxsize=1)
+def _pythons() -> _Noted:
+    address = 0
+    if sys.implementation.name == "cpython":  # Elsewhere `id` is no address.
+        *words, position = random.getstate()[1]
+        memory = ctypes.string_at(id(_PYTHONS), type(_PYTHONS).__basicsize__)
+        at = memory.find(array("I", [position, *words]).tobytes())
+        address = id(_PYTHONS) + at if at >= 0 else 0
+    return _Noted(address, random.getstate, lambda state: state[2] == _PYTHONS.gauss_next)
+
+
+@lru_cache(maxsize=1)  # The script may set another one.
+def _numpys(generator: Any) -> _Noted:
+    numpy = sys.modules["numpy"]
+    usual = type(generator) is numpy.random.MT19937
+    make = partial(numpy.random.get_state, legacy=False)
+    return _Noted(generator.ctypes.state_address if usual else 0, make, lambda state: not state["has_gauss"])
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
