@@ -34,16 +34,10 @@ EXIT_CANNOT_START = 126
 class WorkerGroup:
     """All workers of this node. Used by the agent's thread. `sink` gets events, on the thread that reads."""
 
-    def __init__(
-        self,
-        sink: Callable[[GroupEvent], None],
-        *,
-        options: RunOptions | None = None,
-        console: WorkerConsole | None = None,
-    ) -> None:
+    def __init__(self, sink: Callable[[GroupEvent], None], *, options: RunOptions | None = None) -> None:
         self._sink = sink
         self._options = options or RunOptions()
-        self._console = console or WorkerConsole()
+        self._console = WorkerConsole()
         self._workers: list[WorkerState] = []
         self._starts = 0
         self._io = WorkerIO(sink)

@@ -23,7 +23,6 @@ from elasticrt.settings import Command
 from elasticrt.workers.environment import worker_environment
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.group import WorkerGroup
-from elasticrt.workers.logs import WorkerConsole
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerStarted
 
 WAIT_S = 60.0
@@ -48,7 +47,7 @@ class Rig:
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
         shown = RunOptions(local_ranks_filter=frozenset())
-        self.group = WorkerGroup(self.events.put, options=shown, console=WorkerConsole({}))
+        self.group = WorkerGroup(self.events.put, options=shown)
         self.group.use(self.parent)
         self.generation = 0
         self.run_dir = Path("no run yet")

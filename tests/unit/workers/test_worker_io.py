@@ -72,7 +72,7 @@ class Heard:
         self.page = StatusPage(page)
         reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         env = replace(ENV, run_dir=run_dir)
-        output = Output(env, RunOptions(local_ranks_filter=frozenset()), WorkerConsole({}))
+        output = Output(env, RunOptions(local_ranks_filter=frozenset()), WorkerConsole())
         self.state = WorkerState(1, env, output, channel, self.page, {ERR: reader})
         os.close(page)
         self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
