@@ -126,6 +126,7 @@ class HangMonitor:
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
         self._last_at = 0.0  # When the newest step had ended, at the last closer look for one.
         self._told_of: int | None = None  # The step after which none came, as people were told.
+        self._stood_since = 0.0  # Since when, as they were told first.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
@@ -211,7 +212,8 @@ class HangMonitor:
         if before.step != step:
             self.positions, self._culprit = (), None
             if step > before.step:  # It falls when a worker ends.
-                self._goes_on(generation, max(at) - self._last_at)
+                # Optimizers tell of their part of a step before it ends, and a stand between two steps ends with none.
+                self._goes_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
         self._last_at = max(at)
         if self._stand.times > before.times:
             self.ask(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
@@ -223,6 +225,11 @@ class HangMonitor:
             self._events.write(events.GoesOn(generation, self._told_of))
             self._say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
         self._told_of = None
+
+    def _told(self, step: int) -> None:
+        """Note that people were told that there is none after `step`."""
+        self._stood_since = self._last_at if self._told_of is None else self._stood_since
+        self._told_of = step
 
     def placed(self, stacks: Stacks) -> None:
         """Note the positions of the workers from the `stacks` of `look_closer`, unless the steps go on again."""
@@ -331,7 +338,7 @@ class HangMonitor:
     def _tell(self, now: float, culprit: Culprit) -> None:
         self._culprit, self._waits_at = culprit, 0.0
         age_s, step = now - self._last_at, culprit.step
-        self._told_of = step
+        self._told(step)
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
@@ -419,7 +426,7 @@ class HangMonitor:
             if not stacks.final:
                 logs = f"{directory}/logs/generation-{stacks.generation}"
                 self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
-                self._told_of = stacks.step
+                self._told(stacks.step)
         for rank, each in lines.items() if stacks.why == "paused" else ():
             self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {where(each)}")
         culprit = f": {self._culprit.reason}" if self._culprit is not None else ""

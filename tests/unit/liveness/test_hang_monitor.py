@@ -263,6 +263,26 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
 
 
+@pytest.mark.parametrize("within", [True, False], ids=["within a step", "between two steps"])
+def test_a_stand_is_told_whole(tmp_path: Path, within: bool) -> None:
+    """Where a look comes between the optimizer's part and the end of a step, and where none had begun."""
+    page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
+    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page)
+    monitor._say = said.append
+    page.step, page.step_at_ns, page.entered, page.stepping = 5, int((began - 4) * 1e9), 5 + within, 1
+    monitor.look_closer(began, ask_s=[0.0])
+    monitor.placed(found.get(timeout=10))
+    assert monitor.is_to_ask(began, first=True)
+    monitor.blame(began, {"n0": "", "n1": ""}, {"n1": {"workers": [WAITS]}}, {})
+    if within:
+        page.beats, page.beat_at_ns = 6, int((began + 7.9) * 1e9)
+        monitor.look_closer(began + 7.95, ask_s=[])
+        page.step, page.step_at_ns = 6, int((began + 8) * 1e9)
+    page.entered += 1
+    monitor.look_closer(began + 8, ask_s=[])
+    assert said[1:] == [f"the steps go on: none was made for 12 s after step {4 + within}"]
+
+
 @pytest.mark.parametrize(
     ("entered", "made", "named"),
     [
