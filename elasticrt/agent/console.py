@@ -247,7 +247,7 @@ class Console:
         missed = self.story.unsaved
         self.events.write(event)
         if missed is not None:
-            self.warn(f"step {event.step:,} is saved: checkpoints can be saved again")
+            self.warn(sentences.saved_again(event))
 
     def published(self, decision: Publish, before: View) -> None:
         """Note which nodes of `before` the published generation has lost: not those that have left in order."""

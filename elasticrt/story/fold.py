@@ -230,6 +230,8 @@ class Story:
         # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
+        # The first checkpoint that was saved after such a one, and when.
+        self.saved_again: deque[tuple[float, events.Committed]] = deque(maxlen=STANDS_KEPT)
         self.gaps: list[Gap] = []  # When events of a node could not be written.
         self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
         # From when until when no agent ran, between two generations, and how those of the first had ended.
@@ -613,6 +615,8 @@ class Story:
     def _committed(self, event: events.Committed, at: float) -> None:
         if event.generation in self._courses:
             self._courses[event.generation].saved = True
+        if self.unsaved is not None:
+            self.saved_again.append((at, event))
         if event.step >= self.checkpoint:
             self.checkpoint, self.checkpoint_at = event.step, at
         self.checkpoints += 1

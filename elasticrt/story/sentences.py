@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from elasticrt.story.fold import Chapter, Gap, Story, ends
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
 time: files keep a line of it in each thousandth."""
+
+_PARTICULAR = re.compile(r"\S*\d\S*")
+"""A word of a reason that may be another one for each checkpoint: its step, or the name of its file."""
 
 
 def size(chapter: Chapter) -> str:
@@ -73,6 +77,11 @@ def slow(event: events.Straggler) -> str:
 def unsaved(event: events.Unsaved) -> str:
     """`step 60 could not be saved: No space left on device`."""
     return f"step {event.step:,} could not be saved: {event.reason}"
+
+
+def saved_again(event: events.Committed) -> str:
+    """`step 72 is saved: checkpoints can be saved again`."""
+    return f"step {event.step:,} is saved: checkpoints can be saved again"
 
 
 def etcd_away(story: Story, now: float) -> str:
@@ -192,6 +201,7 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
     found += _missed(story)
+    found += [Happened(at, "good", saved_again(event)) for at, event in story.saved_again]
     found += [Happened(gap.begin, "bad", gap_told(gap)) for gap in story.gaps]
     for begin, end, how in story.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
@@ -212,8 +222,8 @@ def _missed(story: Story) -> list[Happened]:
     """The checkpoints that could not be saved: one sentence for those that follow each other, for the same reason."""
     found: list[tuple[float, list[events.Unsaved]]] = []
     for at, event in story.missed:
-        saved = found and any(found[-1][0] < saved_at < at for saved_at, _ in story.saves)
-        if found and not saved and found[-1][1][0].reason == event.reason:
+        saved = found and any(found[-1][0] < saved_at < at for saved_at, _ in story.saved_again)
+        if found and not saved and _kind(found[-1][1][0]) == _kind(event):
             found[-1][1].append(event)
         else:
             found.append((at, [event]))
@@ -221,6 +231,10 @@ def _missed(story: Story) -> list[Happened]:
         Happened(at, "bad", unsaved(first) + (f", nor any up to step {more[-1].step:,}" if more else ""))
         for at, (first, *more) in found
     ]
+
+
+def _kind(event: events.Unsaved) -> str:
+    return _PARTICULAR.sub("", event.reason)
 
 
 def pace(story: Story, now: float) -> str:

@@ -8,7 +8,7 @@ from elasticrt import events
 from elasticrt.story.board import board
 from elasticrt.story.fold import SILENT_S
 from elasticrt.story.report import as_object, changes, report, speed, sums
-from elasticrt.story.sentences import now_at, state
+from elasticrt.story.sentences import happened, now_at, state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
@@ -85,6 +85,26 @@ def test_a_save_that_failed_is_told_of_until_one_succeeds() -> None:
     saved = story([*SAVED, missed, (7.0, "a", events.Committed(12, 1))])
     assert as_object(saved)["unsaved"] is None
     assert [6.0, "bad", "step 9 could not be saved: No space left on device"] in board(saved, 8.0)["sentences"]
+    assert [7.0, "good", "step 12 is saved: checkpoints can be saved again"] in board(saved, 8.0)["sentences"]
+
+
+@pytest.mark.parametrize(
+    "why", ["etcd is full (commit step {} of generation 1)", "Read-only: '.saving-step-{}-g1-a{}' (ckpt)"]
+)
+def test_saves_that_fail_for_one_reason_are_one_sentence(why: str) -> None:
+    """Although the reason names the step or the file of each; after a checkpoint another one begins."""
+    failed: list[Entry] = [(at, "a", events.Unsaved(step, 1, why.format(step, step))) for at, step in ((6, 9), (7, 12))]
+    other: Entry = (8.0, "a", events.Unsaved(15, 1, "No space left on device"))
+    later: Entry = (10.0, "a", events.Unsaved(21, 1, "No space left on device"))
+    told = story(
+        [*SAVED, *failed, other, (9.0, "a", events.Committed(18, 1)), (9.5, "a", events.Committed(20, 1)), later]
+    )
+    assert [each.text for each in happened(told) if each.at >= 6] == [
+        f"step 9 could not be saved: {why.format(9, 9)}, nor any up to step 12",
+        "step 15 could not be saved: No space left on device",
+        "step 18 is saved: checkpoints can be saved again",
+        "step 21 could not be saved: No space left on device",
+    ]
 
 
 def test_the_speed_of_a_run_that_goes_on_is_that_of_the_last_while() -> None:
