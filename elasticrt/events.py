@@ -264,7 +264,8 @@ class Stalled(Event):
 class Culprit(Event):
     """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
 
-    The node of rank 0 finds it; the others hear it from there, and write it as well.
+    The node of rank 0 finds it, or another one where that does not answer; the others hear it from there, and write it
+    as well.
     """
 
     generation: int  # The generation.
@@ -273,6 +274,8 @@ class Culprit(Event):
     ranks: tuple[int, ...]  # Global ranks; none if no rank is behind the others.
     nodes: tuple[str, ...]  # Theirs, or nodes that do not answer.
     reason: str  # What they do, where in the script, and where the others wait.
+    # How many of these seconds it has been known that a rank is lost, while no other group could be agreed.
+    unagreed_s: float = 0.0
 
 
 @dataclass(frozen=True)

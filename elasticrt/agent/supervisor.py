@@ -198,10 +198,11 @@ class Supervisor:
 
     # Deadlines.
 
-    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool) -> None:
+    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool, unagreed: str = "") -> None:
         """End workers that are late at `now`, start those that are missing, look for hangs.
 
-        `elsewhere`: nodes where some workers of the generation have ended. `leaves`: this node is to leave.
+        `elsewhere`: nodes where some workers of the generation have ended. `leaves`: this node is to leave. `unagreed`:
+        why no other generation can be agreed; "": it can.
         """
         self._check.look(now)
         self._kill_overdue(now)
@@ -217,6 +218,9 @@ class Supervisor:
             if self.hangs.look_closer(now, ask_s=self._ask_s):
                 self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
             self.hangs.ask_if_stalled(now)
+        failed_at = self._state.failed_at
+        if failed_at is not None and not self._state.hung:
+            self.hangs.look_for_agreement(now, failed_at, unagreed, ask_s=self._ask_s)
         self._look_for_laggards(now, elsewhere)
         self.hangs.look_at_waits(now)
 
@@ -293,7 +297,12 @@ class Supervisor:
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes are to be asked at `now` where their workers are; 0: none."""
         due = self.hangs.is_to_ask(now, first=self.is_first)
-        return self._state.number if due and self._state.running else 0
+        return self._state.number if due and self._is_in_seat else 0
+
+    @property
+    def _is_in_seat(self) -> bool:
+        """Whether workers of the present generation run, or have failed in it."""
+        return self._state.running or self._state.failed_at is not None
 
     @property
     def is_first(self) -> bool:
@@ -313,15 +322,21 @@ class Supervisor:
 
         `nodes` has the addresses of all of its nodes.
         """
-        if not self._state.running or generation != self._state.number:
+        if not self._is_in_seat or generation != self._state.number:
             return
         now = self._clock.monotonic()
         said = {node: each for node, each in others.items() if each.get("generation") == generation}
+        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         if not self.is_first:
             for answer in said.values():
                 self.hangs.hear(now, answer)
+            first = (
+                self._names[0] if self._state.generation and len(self._names) == self._state.generation.nodes else ""
+            )
+            if first in nodes and first not in said:  # While etcd is away it is not taken out.
+                asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
+                self.hangs.blame(now, asked, {}, reached)
             return
-        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         self.hangs.blame(now, nodes, said, reached)
         self.hangs.compare(said)
 

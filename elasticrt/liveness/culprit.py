@@ -153,6 +153,20 @@ def find(
     return _cut_link(all_ranks, names or {}) or _out_of_order(all_ranks) or _odd_one_out(all_ranks)
 
 
+def unagreed(silent: Sequence[str], failed: Sequence[str], why: str) -> Culprit:
+    """The finding where no other group can be agreed, for the reason `why`, after a loss.
+
+    `silent`: nodes that do not answer; `failed`: what is known of workers that have ended.
+    """
+    lost = [_do_not_answer(silent)] if silent else []
+    reason = f"{'; '.join([*failed[:RANKS_MAX], *lost])}, and no other group can be agreed: {why}"
+    return Culprit((), tuple(silent), reason)
+
+
+def _do_not_answer(nodes: Sequence[str]) -> str:
+    return f"{' and '.join(nodes)} {'does' if len(nodes) == 1 else 'do'} not answer"
+
+
 def _rests(position: Position) -> bool:
     """Whether a rank is in `loop.pause`, or between two epochs."""
     return not position.stepping and position.doing in ("code", "")
@@ -182,8 +196,7 @@ def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Cu
     """Nodes do not answer `own`. Where each answers another node, the links are to blame."""
     lost = [node for node, witness in silent.items() if not witness]
     if lost:
-        verb = "does" if len(lost) == 1 else "do"
-        return Culprit((), tuple(lost), f"{' and '.join(lost)} {verb} not answer, and {_waiting(waiting, '')}")
+        return Culprit((), tuple(lost), f"{_do_not_answer(lost)}, and {_waiting(waiting, '')}")
     links = [f"{own} and {node}" for node in silent]
     signs = [f"{witness} reaches {node}" for node, witness in silent.items()]
     reason = f"{_link(links)}: {' and '.join(signs[:LINKS_MAX])}, and {own} does not; {_waiting(waiting, '')}"

@@ -38,7 +38,7 @@ from elasticrt.ipc.time_bounds import (
 )
 from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
-from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
+from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, unagreed
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import (
     IDLE_SHARE,
@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 WARN_PART = 0.5
 # The usual pause is the median of this many.
 PAUSES_KEPT = 9
+# Identifies, among stands, the wait for another group.
+UNAGREED = -1
 
 
 class HangMonitor:
@@ -124,6 +126,8 @@ class HangMonitor:
         self._culprit: Culprit | None = None  # The finding about the present stand.
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
+        # Since when a loss is known after which no other group can be agreed, and why not; "": it can.
+        self._unagreed = 0.0, ""
         self._last_at = 0.0  # When the newest step had ended, at the last closer look for one.
         self._told_of: int | None = None  # The step after which none came, as people were told.
         self._stood_since = 0.0  # Since when, as they were told first.
@@ -219,6 +223,17 @@ class HangMonitor:
             self.ask(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
         return before.times > 0 and before.step != step
 
+    def look_for_agreement(self, now: float, failed_at: float, why: str, *, ask_s: Iterable[float]) -> None:
+        """Workers here have failed at `failed_at`, or lost their group. While no other one can be agreed (`why`; "": it
+        can), it is time to ask other nodes who is lost, each `ask_s` after a look."""
+        if not why:
+            self._unagreed = failed_at, why
+            return
+        if self._stand.step != UNAGREED:
+            self.positions, self._culprit = (), None
+        self._unagreed, self._last_at = (failed_at, why), self._last_at or failed_at
+        self._stand = self._stand.looked(UNAGREED, failed_at, now, CLOSER_S, ask_s)
+
     def _goes_on(self, generation: int, stood_s: float) -> None:
         """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""
         if self._told_of is not None:
@@ -263,7 +278,7 @@ class HangMonitor:
             self._compare_at = now + COMPARE_S
             return True
         before, self._stand = self._stand, self._stand.asked(now)
-        return before != self._stand and bool(self.positions)
+        return before != self._stand and bool(self.positions or self._unagreed[1])
 
     def look_at_waits(self, now: float) -> None:
         """Renew `said`, if it is time `now`."""
@@ -275,7 +290,9 @@ class HangMonitor:
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
-        found = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
+        found: dict[str, object] = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
+        if failed := [each.summary for each in state.failures if not each.collateral]:
+            found["failed"] = failed[0]
         self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
@@ -302,13 +319,20 @@ class HangMonitor:
         """Report at `now` for which ranks the others wait, unless they are in a pause that is hardly longer than usual.
 
         Args:
-            nodes: the addresses of the generation's nodes.
+            nodes: the addresses of the generation's nodes, as far as they were asked, and this one's.
             others: the other agents' answers, by node.
             reached: of those that have not answered, by which other node each is reached.
         """
+        own, why = self._settings.node, self._unagreed[1]
+        if why:
+            silent_ones = [node for node in nodes if node != own and node not in others]
+            failed = [said for each in (self.said, *others.values()) if isinstance(said := each.get("failed"), str)]
+            if not (silent_ones or failed):
+                failed = [each.summary for each in self._state().failures[:1]]
+            self._tell(now, replace(unagreed(silent_ones, failed, why), step=self._pace.step))
+            return
         if not self.positions:
             return
-        own = self._settings.node
         by_node: dict[str, Sequence[Position]] = {own: self.positions, **dict(positions_in(others))}
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
@@ -325,7 +349,7 @@ class HangMonitor:
     def hear(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still."""
         found = answer.get("culprit")
-        if not self.positions or not isinstance(found, dict):
+        if not (self.positions or self._unagreed[1]) or not isinstance(found, dict):
             return
         try:
             self._tell(now, typed(Culprit, found))
@@ -342,10 +366,11 @@ class HangMonitor:
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
-            written = events.Culprit(
-                self._state().number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason
+            (failed_at, why), number = self._unagreed, self._state().number
+            unagreed_s = round(now - failed_at, 1) if why else 0.0
+            self._events.write(
+                events.Culprit(number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason, unagreed_s)
             )
-            self._events.write(written)
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
             self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")

@@ -117,7 +117,7 @@ class Course:
     over_at: float = math.inf  # When the next generation began.
     # When the last of its agents had ended, if none has gone on; whoever came later has waited for others.
     left_at: float = math.inf
-    failed_at: float = math.inf  # When a worker failed, after which it has made no step.
+    failed_at: float = math.inf  # When a worker failed or was lost, after which it has made no step.
     redone_until: float = -math.inf  # Until when its steps had been done before; minus infinity: none had.
     redone_to: int = 0  # The last of those steps.
     saved: bool = False  # Whether a checkpoint was committed in it.
@@ -285,7 +285,8 @@ class LifeSpans:
         elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
             known._train_to(max([stands_since, *(mark.at for mark in self._pauses)]))
             if not self._pauses:
-                known._to(now, DETECT)
+                known._to(min(now, self._course.failed_at), DETECT)
+                known._to(now, AGREE)
         return totals(known._spans)
 
     @property

@@ -674,6 +674,8 @@ class Story:
             course.goes_on(at)
         elif isinstance(event, events.Culprit):
             course.stood(event.step, at - event.age_s, event)
+            if event.unagreed_s:
+                course.failed_at = min(course.failed_at, at - event.unagreed_s)
             if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
                 self._stood_still.append((course.stands[-1], course))
         else:

@@ -32,7 +32,9 @@ def report(story: Story, now: float | None = None) -> list[str]:
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = sorted(story.told_by)
-    lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
+    gone = sorted(story.told_by.difference(story.alive())) if now is not None else []
+    told = f"; {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+    lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}{told}"]
     remedy = to_go_on(story) if story.result is not None else ""  # Else the state has it.
     return [*lines, *sums(story, now), *([remedy] if remedy else [])]
 

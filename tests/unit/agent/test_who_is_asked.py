@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from elasticrt.agent.agent import whom_to_ask
+from elasticrt.agent.agent import Agent, whom_to_ask
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.ipc.time_bounds import FOUND_S, PLACES_S
-from elasticrt.rendezvous.records import Member, Seat
+from elasticrt.rendezvous.decision import File, Wait
+from elasticrt.rendezvous.records import Member, Report, Seat
 from elasticrt.rendezvous.view import Stored, View
 
 SEATS = {
@@ -46,3 +48,42 @@ def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> N
     made = SimpleNamespace(_state=state, _names=tuple(known), is_first=index == 0)
     expected = [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
     assert Supervisor._ask_s.fget(made) == expected
+
+
+@pytest.mark.parametrize(
+    ("answers", "blamed"),
+    [
+        pytest.param({}, ["a"], id="it is silent"),
+        pytest.param({"a": {"reached_by": "c"}}, ["a"], id="another one reaches it"),
+        pytest.param({"a": {"generation": 3}}, [], id="it answers"),
+    ],
+)
+def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any], blamed: list[str]) -> None:
+    """While etcd is away it is not taken out, and nobody else would tell that the others wait for it."""
+    found: list[tuple[Any, ...]] = []
+    hangs = SimpleNamespace(hear=lambda *_: None, blame=lambda *said: found.append(said))
+    made = SimpleNamespace(
+        _state=SimpleNamespace(number=3, generation=SimpleNamespace(nodes=4)), _names=tuple("abcd"), hangs=hangs,
+        is_first=False, _is_in_seat=True, _clock=SimpleNamespace(monotonic=lambda: 9.0),
+        _settings=SimpleNamespace(node="d"),
+    )  # fmt: skip
+    Supervisor.blame(made, 3, {name: name.upper() for name in "abcd"}, answers)
+    reached = {"a": "c"} if "reached_by" in answers.get("a", {}) else {}
+    assert found == [(9.0, {"a": "A", "d": "D"}, {}, reached) for _ in blamed]
+
+
+@pytest.mark.parametrize(
+    ("problem", "times", "why"),
+    [("", 1, ""), ("", 2, "etcd takes no writes"), ("no answer", 1, "etcd does not answer")],
+    ids=["it is filed", "it is refused", "etcd is away"],
+)
+def test_why_nothing_can_be_agreed(problem: str, times: int, why: str) -> None:
+    """A report that is to be filed again was refused."""
+    report = Report(generation=3, node="d", incarnation="d" * 16, status="ok")
+    made = SimpleNamespace(
+        member=SimpleNamespace(outage=SimpleNamespace(problem=problem)), health=None,
+        _decision=Wait("not decided yet"), _refused=False, _note_etcd=lambda: None,
+    )  # fmt: skip
+    for _ in range(times):
+        Agent.decided(made, File("workers failed", report))
+    assert Agent._unagreed.fget(made) == why

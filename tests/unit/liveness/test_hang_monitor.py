@@ -24,6 +24,7 @@ from elasticrt.liveness.culprit import Position
 from elasticrt.liveness.hang_monitor import HangMonitor, positions_in, where
 from elasticrt.liveness.stacks import Answer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
+from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
 
@@ -307,6 +308,47 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
         monitor.blame(looked_at, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
+
+
+@pytest.mark.parametrize(
+    ("others", "who"),
+    [
+        pytest.param({"n1": {}}, "n2 does not answer", id="a node is lost"),
+        pytest.param({}, "n1 and n2 do not answer", id="two are"),
+        pytest.param({"n1": {}, "n2": {"failed": "rank 2 on n2: killed"}}, "rank 2 on n2: killed", id="a worker is"),
+        pytest.param({"n1": {}, "n2": {"failed": 7}}, "rank 0 on n0: lost its group", id="nobody tells"),
+    ],
+)
+def test_who_is_lost_is_told_where_no_other_group_can_be_agreed(
+    tmp_path: Path, others: dict[str, dict[str, object]], who: str
+) -> None:
+    """After 3 s, with the time since the loss is known; another node hears it. Once etcd answers, nothing is told."""
+    page, now, said = StatusPage(StatusPage.create()), 1000.0, list[str]()
+    monitor, _, kept = monitor_of_one_that_is_stuck(tmp_path, page)
+    monitor._say = said.append
+    failed = replace(monitor._state(), failures=(lost_peer(rank=0, node="n0", message="lost its group"),))
+    monitor._state = lambda: failed
+    page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 2) * 1e9), 6, 1
+    monitor.look(now, held=False)
+    monitor.look_closer(now, ask_s=[])
+    asked = []
+    for at in (now + 2, now + 3):
+        monitor.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
+        asked.append(monitor.is_to_ask(at, first=False))
+    monitor.blame(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
+    reason = f"{who}, and no other group can be agreed: etcd does not answer"
+    assert asked == [False, True]
+    assert said == [f"no step for 6 s after step 5: {reason}"]
+    assert [(each.age_s, each.unagreed_s, each.reason) for each in kept] == [(6.0, 4.0, reason)]
+    monitor.look_at_waits(now + 4)
+    answer = json.loads(json.dumps(monitor.said))
+    monitor.began(now)
+    monitor.look_for_agreement(now + 5, now, "etcd does not answer", ask_s=[0.0])
+    monitor.hear(now + 5, answer)
+    assert kept[1].reason == reason
+    monitor.look_for_agreement(now + 6, now, "", ask_s=[0.0])
+    monitor.blame(now + 6, {"n0": "", "n1": ""}, {}, {})
+    assert len(kept) == 2
 
 
 def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:

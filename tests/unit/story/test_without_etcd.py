@@ -61,6 +61,30 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
     assert state(story([*THREE_STEPS, (8.0, "b", beside)]), 10.0) == "running", "a newcomer's stops nobody"
 
 
+def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
+    """It is detected until the loss is known, then it is to be agreed on: live, after a kill, and once it is over."""
+    said = "c does not answer, and no other group can be agreed: etcd does not answer"
+    lost = [(14.0, each, events.Culprit(1, 20, 6.0, (), ("c",), said, 5.0)) for each in "ab"]
+    told = story([*AWAY, *lost])
+    assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")
+    assert said in now_at(told, 20.0)
+    told.killed("b")
+    assert "2 nodes: a, b; b is gone" in report(told, 20.0)
+    killed, seconds = story([*AWAY, *lost]), {"detect": 1.0, "agree": 5.0}
+    for node in "ab":
+        killed.killed(node)
+    phases = {"detect": 1000.0, "agree": 6000.0, "first_step": 100.0}
+    over = [(15.0, each, begun(2, "ab")) for each in "ab"]
+    over += [(15.1, each, events.Recovery(2, 7.1, phases)) for each in "ab"]
+    for spans in (told.spans(14.0), killed.spans(), told.spans_by_node(14.0)["a"]):
+        spent = totals(spans)
+        assert {name: round(spent[name], 3) for name in seconds} == seconds
+    known = totals(story([*AWAY, *lost, *over]).spans())
+    assert (round(known["detect"], 3), round(known["agree"], 3)) == (1.0, 6.0)
+    live = told.lives[0].spans.known_at(20.0)
+    assert (live["detect"], live["agree"]) == (1.0, 11.0)
+
+
 def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
     """Nobody trains without it while nothing can be agreed, so it does not stand by; afterwards it may."""
     ready = [*AWAY, (8.0, "b", events.WorkerEnded(1, 1, 12, -9, DEATH)), (9.0, "b", events.Ready(0))]
