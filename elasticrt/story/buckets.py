@@ -105,6 +105,7 @@ class Standstill:
     since: float
     until: float = math.inf
     culprit: events.Culprit | None = None  # The newest finding about whom the others wait for; None: there is none.
+    by: str = ""  # The node that has told it first.
 
 
 @dataclass
@@ -165,8 +166,8 @@ class Course:
             self.stands[-1].until = at
             self.paces.clear()
 
-    def stood(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
-        """After `step` there has been none from `since` on.
+    def stood(self, step: int, since: float, blamed: events.Culprit | None = None, by: str = "") -> None:
+        """After `step` there has been none from `since` on, `by` the word of a node.
 
         Some ranks may have made one step more than those that are `blamed`, and wait for them in the next.
         """
@@ -180,7 +181,8 @@ class Course:
         stand = self.stands[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
         if blamed is not None:
-            stand.culprit = blamed
+            known = stand.culprit is not None and stand.culprit.reason == blamed.reason
+            stand.culprit, stand.by = blamed, stand.by if known else by
         if self.step:
             self.step, self.step_at = step, stand.since
 

@@ -195,11 +195,13 @@ class Stand:
     since: float  # When the last step was made.
     culprit: events.Culprit  # The newest finding.
     counts: bool = True  # Whether its step counts over the whole run, and not what the present processes have made.
+    by: str = ""  # The node that does not hear the others, so that it may be the one that is cut off.
 
     def told(self, now: float) -> str:
         """The sentence about it, as of `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
         after = f" after step {self.culprit.step:,}" if self.counts else ""
-        return f"no step for {now - self.since:.0f} s{after}: {self.culprit.reason}"
+        seen = f", as {self.by} sees it" if self.by else ""
+        return f"no step for {now - self.since:.0f} s{after}{seen}: {self.culprit.reason}"
 
 
 class Story:
@@ -333,8 +335,11 @@ class Story:
         for stand, course in self._stood_still:
             assert stand.culprit is not None
             before = before if abs(stand.since - before) < LATE_S else stand.since
-            until = min(stand.until, course.over_at, self.ended_at, last)
-            found[before] = (Stand(before, stand.culprit, self.counts), self._seen(before, until))
+            # The others may have gone on without the node that tells of it.
+            until = max(min(stand.until, course.over_at, self.ended_at, last), stand.since + stand.culprit.age_s)
+            named = stand.culprit.ranks or not stand.culprit.nodes or stand.by in stand.culprit.nodes
+            by = "" if named else stand.by
+            found[before] = (Stand(before, stand.culprit, self.counts, by), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:
@@ -426,7 +431,7 @@ class Story:
             case events.Unsaved():
                 self.missed.append((at, event))
             case events.Culprit() | events.Stalled() | events.GoesOn():
-                self._stood(event, at)
+                self._stood(event, node, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
                 self.slows.append((at, event))
             case events.MemberLost():
@@ -665,15 +670,15 @@ class Story:
         gap.missing, gap.end = event.missing, at if event.over else None
         life.gap = None if event.over else gap
 
-    def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, at: float) -> None:
-        """Steps stand still, or go on again."""
+    def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, node: str, at: float) -> None:
+        """Steps stand still, or go on again, by the word of `node`."""
         course = self._courses.get(event.generation)
         if course is None:
             return
         if isinstance(event, events.GoesOn):
             course.goes_on(at)
         elif isinstance(event, events.Culprit):
-            course.stood(event.step, at - event.age_s, event)
+            course.stood(event.step, at - event.age_s, event, node)
             if event.unagreed_s:
                 course.failed_at = min(course.failed_at, at - event.unagreed_s)
             if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
