@@ -185,9 +185,16 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
 
 
 def show_events(arguments: argparse.Namespace) -> int:
-    """Print the lines of all nodes in the order of time; with --follow also new ones, until all agents have ended."""
-    for lines, _ in _looks(arguments, directory_of(arguments)):
+    """Print the lines of all nodes in the order of time; with --follow also new ones, until all agents have ended.
+
+    Raises ConfigError where there is none.
+    """
+    directory, found = directory_of(arguments), False
+    for lines, _ in _looks(arguments, directory):
         write(sys.stdout, "".join(f"{line}\n" for line in lines))
+        found = found or bool(lines)
+    if not (found or arguments.follow):
+        raise run_dir.says_nothing(directory)
     return EXIT_OK
 
 
@@ -208,9 +215,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
     run_dir.check_readable("logs that cannot be read", [*directory.glob("logs"), *directory.glob("logs/*"), *logs()])
     if not logs() and not arguments.follow:
-        got = "nothing was printed" if rank is None else f"rank {rank} has printed nothing, or there is none"
-        remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""
-        remedy = remedy or "Runs with --log-dir /dev/null keep no output"
+        others = rank is not None and any((directory / "logs").glob("generation-*/rank-*"))
+        got = f"rank {rank} has printed nothing, or there is none" if others else "nothing was printed"
+        remedy = "Runs with --log-dir /dev/null keep no output"
+        remedy = f"`elasticrt logs {directory}` prints those of all ranks" if others else remedy
         where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
         raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
     before, offsets = None, dict[Path, int]()

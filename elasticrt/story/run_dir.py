@@ -71,10 +71,15 @@ def read(directory: Path) -> Story:
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
     if not story.lives:
-        got, expected = "no event of an agent", f"events of version {VERSION}"
-        remedy = "Wait for the first agent's, or name another run"
-        raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
+        raise says_nothing(directory)
     return story
+
+
+def says_nothing(directory: Path) -> ConfigError:
+    """The error that the files of `directory` have no events."""
+    got, expected = "no event of an agent", f"events of version {VERSION}"
+    remedy = "Wait for the first agent's, or name another run"
+    return ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
 
 
 def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:

@@ -172,6 +172,9 @@ def run(tmp_path, monkeypatch):
     write(directory, LOST)
     with (directory / "events-b.jsonl").open("ab") as file:
         file.write(b'{"v": 1, "eve')
+    write(tmp_path / "others" / "mute-fox", LOST)
+    (tmp_path / "others" / "void-fox").mkdir()
+    (tmp_path / "others" / "void-fox" / "events-a.jsonl").write_text("null")
     return tmp_path
 
 
@@ -209,6 +212,12 @@ def test_a_page_needs_nothing_else(run, capfd):
         ("status --run-id other", 2, "no agent of this run is on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
         ("logs calm-fox 7", 2, "rank 7 has printed nothing, or there is none"),
+        (
+            "logs others/mute-fox 0",
+            2,
+            "got nothing was printed; expected files rank-R.NODE.out, .err. Runs with --log-dir /dev/null",
+        ),
+        ("events others/void-fox", 2, "events that say nothing (others/void-fox): got no event of an agent"),
         ("report other", 2, "no such run (other)"),
         ("runs --log-dir nowhere", 2, "no such directory (--log-dir): got nowhere"),
         ("events --log-dir nowhere", 2, "there is no run here (nowhere)"),
