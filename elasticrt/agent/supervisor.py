@@ -335,7 +335,7 @@ class Supervisor:
             )
             if first in nodes and first not in said:  # While etcd is away it is not taken out.
                 asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
-                self.hangs.blame(now, asked, {}, reached)
+                self.hangs.blame(now, asked, {}, reached, last=True)
             return
         self.hangs.blame(now, nodes, said, reached)
         self.hangs.compare(said)

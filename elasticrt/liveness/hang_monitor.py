@@ -315,6 +315,8 @@ class HangMonitor:
         nodes: Mapping[str, str],
         others: Mapping[str, Mapping[str, object]],
         reached: Mapping[str, str],
+        *,
+        last: bool = False,
     ) -> None:
         """Report at `now` for which ranks the others wait, unless they are in a pause that is hardly longer than usual.
 
@@ -322,6 +324,7 @@ class HangMonitor:
             nodes: the addresses of the generation's nodes, as far as they were asked, and this one's.
             others: the other agents' answers, by node.
             reached: of those that have not answered, by which other node each is reached.
+            last: whether another question would tell no more.
         """
         own, why = self._settings.node, self._unagreed[1]
         if why:
@@ -340,7 +343,7 @@ class HangMonitor:
         if alone and not (self._looped and (self._pace.first or self._stand.times > 1)):
             # A script without a Loop may evaluate between two steps, and a first step may take long.
             by_node[own] = [replace(each, stepping=False) for each in self.positions]
-        culprit = find(by_node, silent, names, own, again=bool(self._stand.asks), alone=alone)
+        culprit = find(by_node, silent, names, own, again=bool(self._stand.asks) and not last, alone=alone)
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         age_s = now - self._last_at
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):

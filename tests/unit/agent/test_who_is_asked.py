@@ -61,7 +61,7 @@ def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> N
 def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any], blamed: list[str]) -> None:
     """While etcd is away it is not taken out, and nobody else would tell that the others wait for it."""
     found: list[tuple[Any, ...]] = []
-    hangs = SimpleNamespace(hear=lambda *_: None, blame=lambda *said: found.append(said))
+    hangs = SimpleNamespace(hear=lambda *_: None, blame=lambda *said, last: found.append((*said, last)))
     made = SimpleNamespace(
         _state=SimpleNamespace(number=3, generation=SimpleNamespace(nodes=4)), _names=tuple("abcd"), hangs=hangs,
         is_first=False, _is_in_seat=True, _clock=SimpleNamespace(monotonic=lambda: 9.0),
@@ -69,7 +69,7 @@ def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any
     )  # fmt: skip
     Supervisor.blame(made, 3, {name: name.upper() for name in "abcd"}, answers)
     reached = {"a": "c"} if "reached_by" in answers.get("a", {}) else {}
-    assert found == [(9.0, {"a": "A", "d": "D"}, {}, reached) for _ in blamed]
+    assert found == [(9.0, {"a": "A", "d": "D"}, {}, reached, True) for _ in blamed]
 
 
 @pytest.mark.parametrize(

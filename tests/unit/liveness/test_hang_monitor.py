@@ -32,6 +32,13 @@ WAITS = asdict(Position(1, 5, True, "S", "collective", "train.py:9 in f", begun=
 """What the other node says of its worker: it waits in a collective."""
 
 
+LINE, ALL_REDUCE = (
+    '  File "/a/train.py", line 7 in f',
+    '  File "/site-packages/torch/distributed/c10d.py", line 9 in all_reduce',
+)
+"""The place of a worker that waits in a collective, and the library's function."""
+
+
 def of_one(page: StatusPage | None = None, *, rank: int = 0) -> dict[str, Any]:
     """What a monitor is given of one worker, this process, which runs in generation 2."""
     return {
@@ -229,6 +236,21 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
         monitor.blame(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
+
+
+def test_a_node_that_nobody_else_would_name_is_named_at_the_first_question(tmp_path: Path) -> None:
+    """That of rank 0, which finds who is waited for, is silent: a second question would tell no more."""
+    page = StatusPage(StatusPage.create())
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
+    monitor._take = lambda _workers, _look, _signal, put, blank: put(replace(blank, lines={0: (ALL_REDUCE, LINE)}))
+    page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
+    began = time.monotonic()
+    monitor.look_closer(began, ask_s=[0.0, 2.0])
+    monitor.placed(found.get(timeout=10))
+    monitor.is_to_ask(began, first=False)
+    for last in (False, True):
+        monitor.blame(began, {"n0": "", "n1": ""}, {}, {}, last=last)
+    assert [each.nodes for each in kept] == [("n1",)]
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], 1, "x" * 8, {**WAITS, "rank": "1"}, {**WAITS, "more": 1}])
