@@ -43,20 +43,7 @@ from elasticrt.ipc.messages import Request, Step, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.rendezvous.decision import (
-    Adopt,
-    Decision,
-    End,
-    File,
-    Go,
-    Halt,
-    Hold,
-    Leave,
-    Me,
-    Publish,
-    ReleaseHold,
-    Wait,
-)
+from elasticrt.rendezvous.decision import Adopt, Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
@@ -127,7 +114,6 @@ class Agent(Side):
         # Signals so far: the one is written by their handler, the other by what it interrupts.
         self._signals = self._heeded = 0
         self._decision: Decision = Wait("not decided yet")
-        self._refused = False  # Whether its report was to be filed before, and still is.
 
     def run(self) -> int:
         """Take part in the run until it ends, or until a signal tells this agent to leave. Returns the exit code."""
@@ -224,7 +210,7 @@ class Agent(Side):
         """Why nothing can be agreed now, as far as this node has noticed; "": it can."""
         if self.member.outage.problem:
             return "etcd does not answer"
-        return "etcd takes no writes" if self._refused else ""
+        return "etcd takes no writes" if self.member.outage.refused_since is not None else ""
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
@@ -262,7 +248,6 @@ class Agent(Side):
 
     def decided(self, decision: Decision) -> None:
         """See `Side`. Notes what the health port answers from now on."""
-        self._refused = isinstance(decision, File) and decision == self._decision
         self._decision = decision
         self._note_etcd()
         if isinstance(decision, Adopt):

@@ -44,11 +44,12 @@ class Outage:
         problem: what a request has got in place of an answer since then; "" before one has failed.
         alone_since: since when no other agent has answered either; None while one does, or none is asked.
         retry_at: when to read everything again.
+        refused_since: since when writes have been refused; None while they are not, as far as is known.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._refused_since: float | None = None
+        self.refused_since: float | None = None
         self._listen_at = 0.0
         self.since: float | None = None
         self.problem = ""
@@ -98,16 +99,16 @@ class Outage:
 
         Raises `error` after too long a time.
         """
-        if self._refused_since is None:
-            self._refused_since = now
+        if self.refused_since is None:
+            self.refused_since = now
             self._say(f"{error}; workers run on, nothing can be agreed until then")
-        if now - self._refused_since > RIDE_THROUGH_S:
+        if now - self.refused_since > RIDE_THROUGH_S:
             raise error
         return now + RETRY_S
 
     def not_refused(self) -> None:
         """Nothing that has to be written is refused any more."""
-        self._refused_since = None
+        self.refused_since = None
 
 
 def ride_out(ask: Callable[[], Conversation[T]], wait_s: float, note: Callable[[str], None]) -> Conversation[T]:
