@@ -198,8 +198,11 @@ def _others_go_on(me: Me, view: View) -> bool:
 
 
 def _drained(me: Me, view: View) -> Leave:
-    """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory."""
-    stay = _others_go_on(me, view)
+    """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory.
+
+    The leader knows who stays, and tells all to save if that is too few. Others' keys may be known late here.
+    """
+    stay = _others_go_on(me, view) and not (view.handover is not None and view.handover.record.save)
     if view.seat_of(me.record) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")

@@ -9,10 +9,13 @@ import pytest
 
 from elasticrt.agent.agent import Agent, whom_to_ask
 from elasticrt.agent.supervisor import Supervisor
+from elasticrt.errors import StoreError
 from elasticrt.ipc.time_bounds import FOUND_S, PLACES_S
-from elasticrt.rendezvous.decision import File, Wait
-from elasticrt.rendezvous.records import Member, Report, Seat
+from elasticrt.rendezvous import member
+from elasticrt.rendezvous.outage import Outage
+from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import Stored, View
+from elasticrt.store.protocol import StoreForbidden, StoreFull, StoreUnavailable
 
 SEATS = {
     name: Seat(node=name, incarnation=name * 16, index=index, rank_offset=index, workers=1, address=name, probe_port=9)
@@ -73,17 +76,22 @@ def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("problem", "times", "why"),
-    [("", 1, ""), ("", 2, "etcd takes no writes"), ("no answer", 1, "etcd does not answer")],
-    ids=["it is filed", "it is refused", "etcd is away"],
+    ("error", "why"),
+    [
+        pytest.param(None, "", id="it can be"),
+        pytest.param(StoreFull("no space"), "etcd takes no writes", id="etcd is full"),
+        pytest.param(StoreForbidden("permission denied"), "etcd takes no writes", id="a permission was taken away"),
+        pytest.param(StoreUnavailable("no answer"), "etcd does not answer", id="etcd is away"),
+    ],
 )
-def test_why_nothing_can_be_agreed(problem: str, times: int, why: str) -> None:
-    """A report that is to be filed again was refused."""
-    report = Report(generation=3, node="d", incarnation="d" * 16, status="ok")
-    made = SimpleNamespace(
-        member=SimpleNamespace(outage=SimpleNamespace(problem=problem)), health=None,
-        _decision=Wait("not decided yet"), _refused=False, _note_etcd=lambda: None,
-    )  # fmt: skip
-    for _ in range(times):
-        Agent.decided(made, File("workers failed", report))
+def test_why_nothing_can_be_agreed(error: StoreError | None, why: str) -> None:
+    """What etcd has refused, or not answered, keeps a group from being made until it does."""
+    outage = Outage(lambda _: None)
+    made = SimpleNamespace(outage=outage)
+    if error is not None:
+        member.Member.failed(made, error, 9.0)
+    made.member = made
     assert Agent._unagreed.fget(made) == why
+    outage.not_refused()
+    outage.end(10.0)
+    assert Agent._unagreed.fget(made) == ""
