@@ -26,6 +26,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure, in_words
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Unsaved, Warm
+from elasticrt.ipc.status_page import EVALUATES
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,
     FOUND_S,
@@ -134,8 +135,10 @@ class Supervisor:
         """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         state, able = self._state, self._able()
         evaluates = self.pages.evaluates(state)
-        # A newcomer could not make an evaluation again with the others: it is offered when that is over.
-        ready = len(able) + (0 if evaluates else len(self.pages.ready_beside(self._joining.ranks)))
+        # A newcomer could not make an evaluation again with the others: it is offered when that is over. After a
+        # failure here also where they may come to one; without, that would change at each step.
+        waits = evaluates == EVALUATES or (bool(evaluates) and state.failed_at is not None)
+        ready = len(able) + (0 if waits else len(self.pages.ready_beside(self._joining.ranks)))
         has_state = self.pages.have_state(state, able)
         seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.
         generation = state.number if state.generation is not None and state.running else 0
@@ -162,7 +165,8 @@ class Supervisor:
             standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
-            evaluates=evaluates,
+            evaluates=evaluates == EVALUATES,
+            may_evaluate=bool(evaluates),
             holding=state.holding,
             going=state.going,
         )

@@ -24,6 +24,9 @@ IN_PLACE, READY = 1, 2
 FIRST_BATCH = 2
 """The value of `stepping` besides 0 and 1."""
 
+EVALUATES, MAY_EVALUATE = 1, 2
+"""The values of `evaluates` besides 0."""
+
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
 """A worker that gets it adds the stack of its main thread behind the words. No known program uses this signal."""
 
@@ -72,7 +75,8 @@ class StatusPage:
         pausing_ns: when that pause began.
         saving_ns: when the newest checkpoint was begun.
         samples: trained on by the run, over all epochs; 0 without a sampler.
-        evaluates: 1 in an evaluation that is made again if it loses a rank, by those that were in it.
+        evaluates: EVALUATES in an evaluation that is made again if it loses a rank, by those that were in it;
+            MAY_EVALUATE where the script may call one before its next step; else 0.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.

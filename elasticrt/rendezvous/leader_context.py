@@ -132,12 +132,12 @@ class LeaderContext:
 
     @property
     def may_evaluate(self) -> bool:
-        """Whether workers may be in an evaluation: all are alike, but a leader without any does not know.
+        """Whether workers may be in an evaluation, or come to one: all are alike, but a leader without any cannot know.
 
         Newcomers then come in by a planned change, unless they are to come with a failure only.
         """
         knows = self.me.running == self.generation.number
-        return self.me.evaluates or not (knows or self.spec.join == "failure")
+        return self.me.evaluates or self.me.may_evaluate or not (knows or self.spec.join == "failure")
 
     @cached_property
     def to_answer(self) -> frozenset[Seat]:

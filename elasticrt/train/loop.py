@@ -24,7 +24,7 @@ from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSample
 from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, Handover, explain
-from elasticrt.ipc.status_page import FIRST_BATCH
+from elasticrt.ipc.status_page import FIRST_BATCH, MAY_EVALUATE
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
 from elasticrt.train.reporting import Reporter
@@ -173,7 +173,7 @@ class Loop:
                 try:
                     yield entered
                 except GeneratorExit:
-                    if generator_exit.on_purpose(sys._getframe(1)):
+                    if generator_exit.on_purpose(sys._getframe().f_back):
                         self._settle()
                         with suppress(Handover):  # Nothing can be raised where a generator is closed.
                             self._end_together()
@@ -232,7 +232,7 @@ class Loop:
         self._undo.unwatch()
         self._guard.lower(obeys=well)
         self._weighting.detach()
-        self._page.stepping = 0
+        self._page.stepping = self._page.evaluates = 0
         self._state.ledger.close()
         self._stage = "over"
         self._share = None
@@ -279,11 +279,12 @@ class Loop:
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world = self._state, self._world
-        if state.position.drained or self._is_exhausted:
-            return
-        skip = state.position.batches if state.sampler is None else 0
         resumed = (number == 1 and state.position.batches > 0) or state.begins_late
         state.begun, state.begins_late = state.position.epoch, False
+        if state.position.drained or self._is_exhausted:
+            self._page.evaluates = MAY_EVALUATE
+            return
+        skip = state.position.batches if state.sampler is None else 0
         beginning = state.numbers.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves, size = state.position.epoch, world.moves, world.size
@@ -315,7 +316,7 @@ class Loop:
             except GeneratorExit:
                 self._fed = False
                 self._page.stepping = 0
-                self._batch_left(on_purpose=generator_exit.on_purpose(sys._getframe(1)))
+                self._batch_left(on_purpose=generator_exit.on_purpose(sys._getframe().f_back))
                 raise
             if self._pass != number:
                 raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
@@ -328,6 +329,7 @@ class Loop:
                 self._boundary()
         self._redo = False
         self._page.stepping = 0
+        self._page.evaluates = MAY_EVALUATE
         if self._undo.outside is None:
             self._leave_batches(known=True)
 
@@ -367,6 +369,7 @@ class Loop:
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
                 self._redo, counted = False, self._state.position.steps
+                self._page.evaluates = MAY_EVALUATE
                 yield counted
                 self._check_block()
                 validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
@@ -450,6 +453,7 @@ class Loop:
         if error is None:
             if share.last:
                 self._undo.step_ends()
+                self._page.evaluates = MAY_EVALUATE
             self._block_ended = True
             # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
             if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
@@ -584,6 +588,7 @@ class Loop:
 
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
+        self._page.evaluates = 0
         self._block_ended = self._undo.stepped = False
         self._undo.outside = None
         self._weighting.begin(share)
@@ -617,6 +622,7 @@ class Loop:
 
     def _boundary(self) -> None:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
+        self._page.evaluates = 0
         self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()

@@ -55,7 +55,7 @@ def check_alone(*, in_step: bool, second: bool) -> None:
 def check_not_paused(where: str, *, is_paused: bool) -> None:
     """Raises ConfigError for training in a pause or an evaluation."""
     if is_paused:
-        what, remedy = "training inside of loop.pause or loop.evaluate", "Evaluate with a loader that is not the Loop's"
+        what, remedy = "training inside of loop.pause or loop.evaluate", "Draw from a loader of its own there"
         raise ConfigError(what, where, expected="it between them", remedy=remedy)
 
 

@@ -11,7 +11,8 @@ file of its own, at the end of the step's block.
 With requests=PORT a server is asked, at each step, on connections that were opened while groups were made.
 
 With evaluate=N all ranks evaluate together after each N-th step and each epoch, by `loop.evaluate`, in which they
-rest for rest=SECONDS: each process appends the results that it gets to a file of its own.
+rest for rest=SECONDS: each process appends the results that it gets to a file of its own. Two ranks wait for
+lag=SECONDS before that of a step.
 
 With hold="RANK STEP" that rank waits in that step, before its optimizer, until another one is lost.
 
@@ -279,7 +280,14 @@ def main() -> None:
         if every:
             loop.vars["complete"] = loop.vars.get("complete", 0) + 1
             if loop.steps_done % every == 0:
+                lag()
                 evaluate()
+
+    def lag() -> None:
+        if FAULTS.world == 2 and OPTIONS.get("lag"):
+            time.sleep(float(OPTIONS["lag"]))
+            FAULTS.at("lag")
+            time.sleep(0.5)
 
     def look() -> None:
         FAULTS.step, FAULTS.rank, FAULTS.world = loop.steps_done, ctx.rank, ctx.world_size

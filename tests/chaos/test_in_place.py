@@ -542,6 +542,18 @@ def test_a_newcomer_waits_for_an_evaluation(tmp_path: Path, tmp_path_factory: py
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+def test_a_newcomer_waits_for_an_evaluation_to_come(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a rank is lost between a step and the evaluation behind it; a replacement that is ready comes in later."""
+    plan = [fault("before forward", 2, step=4), fault("lag", 1, world=2, step=0)]
+    found = run(tmp_path, plan, "evaluate=5", "lag=3", workers=3, epochs=1)
+    found.check_all()
+    check_weights(found, tmp_path_factory, "evaluate=5")
+    check_evaluations(found, tmp_path_factory, 5)
+    assert [each["world_size"] for each in found.cluster.events("generation")][:3] == [3, 2, 1], found.story
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_lost_while_data_is_prepared(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W03: the rank that builds the data is killed before the first step; another one builds, and all begin."""
     found = run(tmp_path, [fault("prepare", -1, step=0)], "prepare=1", workers=3, epochs=2)

@@ -156,11 +156,15 @@ def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
 
 
 @pytest.mark.parametrize(
-    ("evaluates", "least", "names"),
-    [(False, 1, ["n0", "n2", "n3"]), (True, 1, ["n0", "n2"]), (True, 3, ["n0", "n2", "n3"])],
-    ids=["in a step", "in an evaluation", "in an evaluation, with too few nodes"],
+    ("where", "least", "names"),
+    [
+        pytest.param({}, 1, ["n0", "n2", "n3"], id="in a step"),
+        pytest.param({"evaluates": True}, 1, ["n0", "n2"], id="in an evaluation"),
+        pytest.param({"may_evaluate": True}, 1, ["n0", "n2"], id="behind a step"),
+        pytest.param({"evaluates": True}, 3, ["n0", "n2", "n3"], id="in an evaluation, with too few nodes"),
+    ],
 )
-def test_newcomers_wait_for_an_evaluation(evaluates: bool, least: int, names: list[str]) -> None:
+def test_newcomers_wait_for_an_evaluation(where: dict[str, bool], least: int, names: list[str]) -> None:
     """W02: a node that stands by takes no lost worker's place while the leader's evaluate, unless it is needed."""
     world = running(3, min_nodes=least, max_nodes=3)
     world.add("n3")
@@ -168,7 +172,7 @@ def test_newcomers_wait_for_an_evaluation(evaluates: bool, least: int, names: li
         seated = name != "n3"
         known = {"generation": int(seated), "ready": 1, "has_state": seated}
         record = member.me.record.model_copy(update=known)
-        member.me = replace(member.me, record=record, evaluates=evaluates and seated)
+        member.me = replace(member.me, record=record, **(where if seated else {}))
     world.settle()
     failure = Failure(rank=1, code=-9, collateral=False, summary="killed", killed=True)
     world.members["n1"].report("failed", failure, ready=0, has_state=False)

@@ -115,6 +115,26 @@ def test_a_newcomer_draws_what_the_others_draw(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_a_newcomer_at_the_end_of_an_epoch_draws_what_the_others_draw(tmp_path: Path) -> None:
+    """Let in after the last batch, it has nothing to draw again: neither there, nor when the next epoch begins."""
+    data = TensorDataset(torch.zeros(8, 1))
+    drawn: dict[str, list[float]] = {"survivor": [], "newcomer": []}
+    taken = None
+    for name, mine in drawn.items():
+        sampler = ElasticBatchSampler(data, 2)
+        loop = Loop(tmp_path / name, sampler=sampler, model=torch.nn.Linear(1, 1))
+        for epoch in loop.epochs(3):
+            if taken is not None and not epoch:
+                torch.manual_seed(7)
+                loop._state.take_over(taken)
+            for _batch in loop.batches(DataLoader(data, batch_sampler=sampler)):
+                mine.extend([torch.rand(1).item()] if epoch else [])
+            taken = taken_from(loop._state, "torch") if taken is None else taken
+            mine.append(torch.rand(1).item())
+    assert len(drawn["survivor"]) == 11
+    assert drawn["survivor"] == drawn["newcomer"]
+
+
 FIFTY, FORTY = ElasticBatchSampler(range(99), 50).settings(), ElasticBatchSampler(range(99), 40).settings()
 SAID = "got global_batch_size=40 on rank 1 of b; expected global_batch_size=50, as on other ranks"
 
