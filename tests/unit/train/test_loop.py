@@ -729,6 +729,7 @@ def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
                 model(torch.ones(2, 3)).sum().backward()
             assert model._get_ddp_logging_data()["iteration"] == 24, "DDP alone would measure the 100th after the 10th"
     finally:
+        del model, reporter  # Torch 2.13 can hang where a reducer lets the last reference to a group go.
         torch.distributed.destroy_process_group()
 
 
