@@ -42,7 +42,7 @@ from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
 from elasticrt.store.lease_session import LeaseSession, SessionState
-from elasticrt.store.protocol import LeaseLost, StoreForbidden, StoreFull, StoreUnavailable
+from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreForbidden, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class EventLoop:
         """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""
         try:
             return self._carry_out(decision)
-        except (StoreUnavailable, LeaseLost, StoreFull, StoreForbidden) as error:
+        except (StoreUnavailable, LeaseLost, StoreBlocked) as error:
             return self.member.failed(error, self._clock.monotonic())
 
     def _carry_out(self, decision: Decision) -> float | None:

@@ -23,7 +23,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ERRNO, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, R, decode, version_of
-from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreFull, StoreUnavailable
+from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreBlocked, StoreUnavailable
 from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class StoreRequests:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
         except LeaseLost as error:  # The agent gets another one.
             return Reply(request.request, False, str(error), refusal="unsure")
-        except StoreFull as error:  # A preparation waits for space. Training goes on, and the next save tries again.
+        except StoreBlocked as error:  # A preparation waits for that. Training goes on, and the next save tries again.
             return Reply(request.request, False, str(error), refusal="" if isinstance(request, Save) else "unsure")
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))

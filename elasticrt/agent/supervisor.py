@@ -334,9 +334,8 @@ class Supervisor:
         if not self.is_first:
             for answer in said.values():
                 self.hangs.hear(now, answer)
-            first = (
-                self._names[0] if self._state.generation and len(self._names) == self._state.generation.nodes else ""
-            )
+            generation_known = self._state.generation is not None and len(self._names) == self._state.generation.nodes
+            first = self._names[0] if generation_known else ""
             if first in nodes and first not in said:  # While etcd is away it is not taken out.
                 asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
                 self.hangs.blame(now, asked, {}, reached, last=True)

@@ -29,7 +29,6 @@ from elasticrt.ipc.failure import is_collateral
 from elasticrt.ipc.proc import ports_of, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _IN_FORM = re.compile(r"[^()]+ \([^()]+\)")
 """How our own messages begin: see `errors.explain`."""
 
@@ -73,8 +72,9 @@ def _innermost(error: BaseException) -> str:
 
 def _called_at(error: BaseException) -> str:
     """The line of the user's code that the error comes from: the last one outside of this package and of libraries."""
-    lines = traceback.extract_tb(error.__traceback__)
-    theirs = [each for each in lines if not each.filename.startswith((_OURS, *_LIBRARIES))]
+    paths, lines = sysconfig.get_paths(), traceback.extract_tb(error.__traceback__)
+    known = (_OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    theirs = [each for each in lines if not each.filename.startswith(known)]
     if not theirs:
         return ""
     line = f": {theirs[-1].line[:120]}" if theirs[-1].line else ""

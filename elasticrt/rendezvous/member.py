@@ -46,7 +46,7 @@ from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
 from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import LeaseLost, StoreForbidden, StoreFull, StoreUnavailable, Txn
+from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreUnavailable, Txn
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Member:
                 self._note(f"etcd has given this node's lease up: {error}")
                 self.me = replace(self.me, lease="lost")
                 return 0.0
-            case StoreFull() | StoreForbidden():
+            case StoreBlocked():
                 return self.outage.refused(error, now)
         raise error
 

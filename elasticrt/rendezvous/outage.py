@@ -15,7 +15,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.requests import Conversation, Pause
-from elasticrt.store.protocol import StoreForbidden, StoreFull, StoreUnavailable
+from elasticrt.store.protocol import StoreBlocked, StoreUnavailable
 
 RIDE_THROUGH_S = 900.0
 """How long workers train on without etcd. A longer outage ends the member."""
@@ -94,7 +94,7 @@ class Outage:
         if heard.generation:
             self.alone_since = None
 
-    def refused(self, error: StoreFull | StoreForbidden, now: float) -> float:
+    def refused(self, error: StoreBlocked, now: float) -> float:
         """A write was refused, for lack of space or of a permission that this login has had. Returns when to try again.
 
         Raises `error` after too long a time.

@@ -33,11 +33,15 @@ class StoreRefused(StoreError):  # noqa: N818
     """etcd answered and said no: authentication, permission, no space, too large."""
 
 
-class StoreForbidden(StoreRefused):
+class StoreBlocked(StoreRefused):
+    """etcd says no until an operator has changed something in it."""
+
+
+class StoreForbidden(StoreBlocked):
     """The login may not do that."""
 
 
-class StoreFull(StoreRefused):
+class StoreFull(StoreBlocked):
     """etcd has no space for another write. Reads and leases work; it ends when the operator makes space."""
 
 

@@ -530,28 +530,28 @@ def test_an_evaluation_that_a_rank_has_not_come_to(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [
+        pytest.param(fault("evaluated 0", 1, step=2), fault("evaluate 2", 0), "rest=2", id="in an evaluation"),
+        pytest.param(fault("before forward", 2, step=4), fault("lag", 1), "lag=3", id="before one that follows a step"),
+    ],
+)
 @pytest.mark.timeout(200)
-def test_a_newcomer_waits_for_an_evaluation(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """W02: a second rank is lost in an evaluation, and the replacement of the first is ready: it comes in later."""
-    plan = [fault("evaluated 0", 1, step=2), fault("evaluate 2", 0, world=2, step=0)]
-    found = run(tmp_path, plan, "evaluate=5", "rest=2", workers=3, epochs=1)
+def test_a_newcomer_waits_for_an_evaluation(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    waits: str,
+) -> None:
+    """W02: a second rank is lost there, and the replacement of the first is ready: it comes in later."""
+    found = run(tmp_path, [first, {**second, "world": 2, "step": 0}], "evaluate=5", waits, workers=3, epochs=1)
     found.check_all()
     check_weights(found, tmp_path_factory, "evaluate=5")
     check_evaluations(found, tmp_path_factory, 5)
     failures = [each["failure"] for each in found.cluster.events("worker_ended") if each["failure"]]
     assert all("killed by SIGKILL" in each for each in failures), failures
-    assert [each["world_size"] for each in found.cluster.events("generation")][:3] == [3, 2, 1], found.story
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_newcomer_waits_for_an_evaluation_to_come(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """W02: a rank is lost between a step and the evaluation behind it; a replacement that is ready comes in later."""
-    plan = [fault("before forward", 2, step=4), fault("lag", 1, world=2, step=0)]
-    found = run(tmp_path, plan, "evaluate=5", "lag=3", workers=3, epochs=1)
-    found.check_all()
-    check_weights(found, tmp_path_factory, "evaluate=5")
-    check_evaluations(found, tmp_path_factory, 5)
     assert [each["world_size"] for each in found.cluster.events("generation")][:3] == [3, 2, 1], found.story
 
 

@@ -132,7 +132,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "supervisor", "Supervisor.stop", "+ grace_s", "+ 2 * grace_s"),
     ),
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
-    "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
+    "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreBlocked", "StoreUnavailable, StoreBlocked"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation == asked.incarnation and ", ""),
     ),
