@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
+
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.protocol import StoreFull, StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import StoreBlocked, StoreForbidden, StoreFull, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
+
+_BLOCKED: dict[str, type[StoreBlocked]] = {"full": StoreFull, "forbidden": StoreForbidden}
 
 
 class LossyStore(MemoryStore):
@@ -26,8 +30,8 @@ class LossyStore(MemoryStore):
             super().commit(late)
         self.belated = []
         how = self.script.pop(0) if self.script else "heard"
-        if how == "full":
-            raise StoreFull("etcd is full")
+        if how in _BLOCKED:
+            raise _BLOCKED[how](f"etcd is {how}")
         if how == "late":
             self.belated.append(txn)
         if how in ("heard", "unheard"):
@@ -76,11 +80,12 @@ def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
     assert _save(["never"] * 40) == (Reply(1, True), 1)
 
 
-def test_a_full_store_makes_a_preparation_wait_and_a_save_fail() -> None:
+@pytest.mark.parametrize("how", ["full", "forbidden"])
+def test_a_store_that_takes_no_writes_makes_a_preparation_wait_and_a_save_fail(how: str) -> None:
     """E07: no data can be prepared without the claim, while training goes on without a save, which is repeated."""
-    assert _save(["full"]) == (Reply(1, False, "etcd is full"), 0)
-    errands = StoreRequests(LossyStore(MemoryServer(lambda: 0.0), ["full"]), Keys("run"), lambda _: None)
-    assert [_claim(errands, "b", 0) for _ in range(2)] == ["unsure: etcd is full", "yes"]
+    assert _save([how]) == (Reply(1, False, f"etcd is {how}"), 0)
+    errands = StoreRequests(LossyStore(MemoryServer(lambda: 0.0), [how]), Keys("run"), lambda _: None)
+    assert [_claim(errands, "b", 0) for _ in range(2)] == [f"unsure: etcd is {how}", "yes"]
 
 
 def _claim(errands: StoreRequests, life: str, lease: int) -> str:
