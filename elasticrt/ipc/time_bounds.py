@@ -8,11 +8,8 @@ Times that a user may choose are in `settings`. Those of training processes are 
 LOOK_AGAIN_S = 0.1
 """Between two looks at what sends no event when it changes. An answer from etcd takes a tenth of that."""
 
-LOOK_S = 0.25
-"""Between two looks at the workers' steps."""
-
-LOOK_IN_PLACE_S = 0.1
-"""The same if workers go on in place: then detection is most of the pause."""
+LOOK_S = 0.2
+"""Between two looks at the workers' steps. Each takes the agent a millisecond, on a busy machine from the training."""
 
 LOOK_IDLE_S = 1.0
 """Between two looks for the first step of a script without a Loop, and at workers that others wait for."""

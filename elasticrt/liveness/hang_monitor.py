@@ -32,7 +32,6 @@ from elasticrt.ipc.time_bounds import (
     COMPARE_S,
     FIRST_STEP_S,
     LOOK_IDLE_S,
-    LOOK_IN_PLACE_S,
     LOOK_S,
     STANDING_IN_PLACE_S,
 )
@@ -169,7 +168,7 @@ class HangMonitor:
         if in_loop and not self._looped:  # Steps of optimizers before the Loop do not count.
             self._looped, self._pace = True, StallDetector(self._hang_s)
         in_place = all(page.in_place for page in pages)
-        self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
+        self._look_at = now + LOOK_S
         sight = (sight_of_steps if in_loop else sight_of_beats)(pages, held=held)
         if sight.ready_at < self._began_at:
             # A page of before: its worker has not taken its new seat. The time since it was ready was many steps.
@@ -179,7 +178,7 @@ class HangMonitor:
 
     def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
         """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves."""
-        if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
+        if not self._hang_s or now - self._stopped.looked_at < LOOK_S:
             return frozenset()
         # A process under a debugger ("t") is not meant. `began` leaves this as it is: a worker may get another seat
         # while it is stopped.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,26 @@ from torch.utils.hooks import RemovableHandle
 from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
+from elasticrt.train.module_notes import ModuleNotes
 from elasticrt.train.training_state import TrainingState
 
 # Objects that only an optimizer's step changes, and what belongs to it.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
+
+_Named = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Where a step, or an evaluation, has begun: what it may change besides modules."""
+
+    evaluates: bool = False
+    numbers: _Named | None = None  # Random numbers; None where they follow from a seed.
+    vars: tuple[_Named, _Named] = ({}, {})  # The objects, and copies of them.
+    scales: tuple[tuple[torch.Tensor | None, ...], ...] = ()
+    objects: _Named = field(default_factory=dict)  # The states of other objects, or their Notes.
+    # Where gradients of earlier steps count.
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None = None
 
 
 class Undo:
@@ -37,32 +53,18 @@ class Undo:
         self._training = state
         self._seeded = seeded
         objects = state.objects.values()
-        self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        self._modules = ModuleNotes([each for each in objects if isinstance(each, torch.nn.Module)])
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         # One that is disabled has no scale.
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
         # Not a GradScaler's state_dict, which waits for the GPU.
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
-        # As of the beginning of the step.
-        self._layers: list[torch.nn.Module] | None = None
-        self._trains: list[bool] = []  # Whether each of them is in training mode.
-        self._learns: list[bool] = []  # Whether each parameter is not frozen.
-        self._owners: list[dict[str, torch.Tensor | None]] = []  # Their dicts of buffers.
-        self._bound: list[dict[str, torch.Tensor | None]] = []  # Which buffers each of them had, by name.
-        self._buffers: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
-        self._numbers: dict[str, Any] | None = None
-        self._vars: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # The objects, and copies of them.
-        self._scales: list[tuple[torch.Tensor | None, ...]] = []
-        self._state: dict[str, Any] | None = None
-        self._between: tuple[dict[str, Any], tuple[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
-        self._objects: dict[str, Any] = {}  # The states of other objects, or their Notes.
-        self._versions: list[int] = []  # Torch's counts of the changes of all parameters.
-        self._watched: list[torch.nn.Parameter] = []
-        self._unknown = False  # Whether this step was the first that did.
-        self._evaluates = False  # Whether what is noted is the beginning of an evaluation, and not of a step.
+        self._beginning = _Beginning()
+        self._state: _Named | None = None  # That before the optimizer's step, in scripts that need it.
+        self._between: tuple[_Named, tuple[_Named, _Named], _Named | None] | None = None
+        # Whether this step was the first that has changed something before its optimizer.
+        self._unknown = False
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
@@ -119,13 +121,11 @@ class Undo:
 
     def _learn(self) -> None:
         """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
-        new, habits = set(), self._training.habits
-        if [each._version for each in self._watched] != self._versions:
-            pairs = enumerate(zip(self._watched, self._versions, strict=True))
-            new = {number for number, (each, version) in pairs if each._version != version} - habits.early_parameters
-        large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
+        habits, objects = self._training.habits, self._beginning.objects
+        new = self._modules.changed() - habits.early_parameters
+        large = {name for name, noted in objects.items() if isinstance(noted, Note) and noted.state is None}
         self._unknown = self._unknown or bool(new or large)
-        if not self._evaluates:
+        if not self._beginning.evaluates:
             habits.early_parameters |= new
             habits.early_objects |= large
 
@@ -142,39 +142,29 @@ class Undo:
 
         `evaluates`: an evaluation begins. Of one that has changed parameters when it fails the beginning is not known.
         """
-        self._state, self._evaluates = None, evaluates
+        training, habits, named = self._training, self._training.habits, self._training.vars
+        self._state = None
         self.open = True
         self.touched = self._unknown = False
-        if self._layers is None:
-            # Once, as in DDP: walking through the modules takes longer than all the rest.
-            self._layers = [layer for module in self._modules for layer in module.modules()]
-            self._owners, self._watched = [layer._buffers for layer in self._layers], self._training.parameters()
-        self._trains = [layer.training for layer in self._layers]
-        self._learns = [each.requires_grad for each in self._watched]
-        self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]
-        buffers = [each for owner in self._bound for each in owner.values() if each is not None]
-        buffers += [self._watched[number] for number in sorted(self._training.habits.early_parameters)]
-        if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
-            self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
-        elif buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._kept, buffers)
-        self._numbers = None if self._seeded else rng_state.note()
-        named = self._training.vars
-        self._vars = dict(named), {name: _clone(each) for name, each in named.items()}
-        self._scales = [tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers]
-        self._versions = [each._version for each in self._watched]
-        early = self._training.habits.early_objects
-        self._objects = {
-            name: copy.deepcopy(each.state_dict()) if name in early else Note(each.state_dict())
+        self._modules.note(habits.early_parameters)
+        objects = {
+            name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else Note(each.state_dict())
             for name, each in self._noted.items()
         }
-        self._objects[stateful.OURS] = self._rates()
-        self._gradients = None
-        if self._training.accumulates:
-            owners = self._training.parameters()
-            if any(each.grad is not None for each in owners):
-                self._gradients = [(each, None if each.grad is None else each.grad.detach().clone()) for each in owners]
+        self._beginning = _Beginning(
+            evaluates=evaluates,
+            numbers=None if self._seeded else rng_state.note(),
+            vars=(dict(named), {name: _clone(each) for name, each in named.items()}),
+            scales=tuple(tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers),
+            objects={**objects, stateful.OURS: self._rates()},
+            gradients=self._gradients() if training.accumulates else None,
+        )
+
+    def _gradients(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None:
+        owners = self._training.parameters()
+        if all(each.grad is None for each in owners):
+            return None
+        return tuple((each, None if each.grad is None else each.grad.detach().clone()) for each in owners)
 
     def put_back(self) -> bool:
         """Go back to the beginning of the step. False: the state before its optimizer's step is not known."""
@@ -184,37 +174,30 @@ class Undo:
         if known and self._state is not None:
             stateful.put_back(self._training.objects, self._state, "the beginning of the step")
         self._state = None
-        for owner, bound in zip(self._owners, self._bound, strict=True):
-            _bind(owner, bound)
-        for layer, trains in zip(self._layers or (), self._trains, strict=True):
-            if layer.training is not trains:
-                layer.training = trains
-        for parameter, learns in zip(self._watched, self._learns, strict=True):
-            if parameter.requires_grad is not learns:
-                parameter.requires_grad = learns
-        with torch.no_grad():
-            if self._buffers:
-                torch._foreach_copy_(self._buffers, self._kept)
-        states = {name: noted.state if isinstance(noted, Note) else noted for name, noted in self._objects.items()}
+        self._modules.put_back()
+        states = {
+            name: noted.state if isinstance(noted, Note) else noted for name, noted in self._beginning.objects.items()
+        }
         self._load({name: state for name, state in states.items() if state is not None})
         self.put_back_gradients()
         self._put_back_scalers()
-        if self._numbers is not None:
-            rng_state.restore(self._numbers)
-        self._training.put_vars(*self._vars)
+        if self._beginning.numbers is not None:
+            rng_state.restore(self._beginning.numbers)
+        self._training.put_vars(*self._beginning.vars)
         return known
 
     def put_back_gradients(self) -> None:
         """The step does not count, nor does what it has added up."""
         self.open = False
-        self._training.accumulates = self._gradients is not None
+        gradients = self._beginning.gradients
+        self._training.accumulates = gradients is not None
         self._training.drop_gradients()
-        for owner, gradient in self._gradients or ():
+        for owner, gradient in gradients or ():
             owner.grad = gradient
 
     def _put_back_scalers(self) -> None:
         """Make each GradScaler forget what it has seen: gradients that an aborted collective left may overflow."""
-        for scaler, scale in zip(self._scalers, self._scales, strict=True):
+        for scaler, scale in zip(self._scalers, self._beginning.scales, strict=True):
             scaler._scale, scaler._growth_tracker = scale
             scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
         for optimizer in self._optimizers if self._scalers else ():
@@ -264,15 +247,6 @@ class Undo:
         stateful.put_back(objects, states, "the beginning of the step")
         for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
             group.update(values)  # The script may have added a group since, which has none.
-
-
-def _bind(owner: dict[str, torch.Tensor | None], bound: dict[str, torch.Tensor | None]) -> None:
-    """Give a module the buffers again that it had: a forward may do `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""
-    for name in set(owner.keys()).difference(bound):  # A ScriptModule's is no dict.
-        del owner[name]
-    for name, tensor in bound.items():
-        if name not in owner or owner[name] is not tensor:
-            owner[name] = tensor
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})

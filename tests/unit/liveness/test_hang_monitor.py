@@ -383,13 +383,13 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
         settings_of(tmp_path), lambda _: None, event_log, lambda _: None, **of_one(pages[0]), take=lambda *_: None
     )
     pages[0].entered, pages[0].stepping = 1, 1
-    for look in range(1, 13):  # One every 10 s; each step takes 100 ms, in which n0 waits for 80 ms until the sixth.
+    for look in range(1, 13):  # One every 25 s; each step takes 250 ms, in which n0 waits for 200 ms until the sixth.
         for step in range(100 * look - 99, 100 * look + 1):
-            pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 10) * 1e9)
-            monitor.look(1000.0 + step / 10, held=False)
-        pages[0].waited_ns += 80_000_000 if look <= 6 else 2_000_000
+            pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 4) * 1e9)
+            monitor.look(1000.0 + step / 4, held=False)
+        pages[0].waited_ns += 200_000_000 if look <= 6 else 2_000_000
         pages[0].waits += 1
-        monitor.look_at_waits(1000.0 + 10 * look)
+        monitor.look_at_waits(1000.0 + 25 * look)
         monitor.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
