@@ -343,7 +343,7 @@ class Agent(Side):
             settings.run_id,
             lambda: (self.member.me.record.incarnation, self.member.me.started),
             self._known,
-            lambda: self.node.hangs.said,
+            lambda: self.node.hangs.search.said,
         )
         self.node.seating.ports.bind(address)
         record = MemberRecord(

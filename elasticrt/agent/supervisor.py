@@ -40,6 +40,7 @@ from elasticrt.ipc.time_bounds import (
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
+from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
@@ -110,11 +111,12 @@ class Supervisor:
         self.seating = Seating(settings, self.group, edges)
         self.pages = WorkerPages(self.group)
         self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)
-        self.hangs = HangMonitor(
-            settings, put, event_log, say,
+        watched = WatchedWorkers(
+            settings, event_log, say, put,
             group=self.group, state=lambda: self._state, look=lambda: self.pages.of(self._state),
             take=edges.take_stacks, state_of=edges.state_of, cpu_s=edges.cpu_s,
         )  # fmt: skip
+        self._watched, self.hangs = watched, HangMonitor(watched)
 
     def open(self) -> None:
         """Start the worker parent. It imports what the workers need while the agents are still meeting."""
@@ -162,7 +164,7 @@ class Supervisor:
             report=state.report(kept=kept, ready=ready, has_state=has_state) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
-            standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
+            standing_since=self.hangs.steps.pace.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
             evaluates=evaluates == EVALUATES,
@@ -216,17 +218,17 @@ class Supervisor:
         pages, state = self.pages.of(self._state), self._state
         # Until all have come to the agreed step it is expected of them, and a hang keeps them from it.
         held = self._waits or (bool(state.holding) and all(page.step >= state.going for page in pages))
-        self.hangs.look(now, held=held)
+        self.hangs.steps.look(now, held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running and not held:
-            if self.hangs.look_closer(now, ask_s=self._ask_s):
+            if self.hangs.search.look_closer(now, ask_s=self._ask_s):
                 self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
             self.hangs.ask_if_stalled(now)
         failed_at = self._state.failed_at
         if failed_at is not None and not self._state.hung:
-            self.hangs.look_for_agreement(now, failed_at, unagreed, ask_s=self._ask_s)
+            self.hangs.search.look_for_agreement(now, failed_at, unagreed, ask_s=self._ask_s)
         self._look_for_laggards(now, elsewhere)
-        self.hangs.look_at_waits(now)
+        self.hangs.search.look_at_waits(now)
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers that were given time to end, and have used it up."""
@@ -252,7 +254,7 @@ class Supervisor:
         pids = self.group.pids(state.number)
         works = self._spares and self.hangs.work(now, [pids[rank] for rank in late if rank in pids], age_s)
         if late and self._late_at is not None:
-            self.hangs.ask(Stacks("late", state.number, 0, age_s, False), late)
+            self._watched.ask(Stacks("late", state.number, 0, age_s, False), late)
         elif works:
             self._late_at = now + limit_s
         elif late and state.seat is not None:
@@ -300,7 +302,7 @@ class Supervisor:
 
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes are to be asked at `now` where their workers are; 0: none."""
-        due = self.hangs.is_to_ask(now, first=self.is_first)
+        due = self.hangs.search.is_to_ask(now, first=self.is_first)
         return self._state.number if due and self._is_in_seat else 0
 
     @property
@@ -333,15 +335,15 @@ class Supervisor:
         reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         if not self.is_first:
             for answer in said.values():
-                self.hangs.hear(now, answer)
+                self.hangs.search.hear(now, answer)
             generation_known = self._state.generation is not None and len(self._names) == self._state.generation.nodes
             first = self._names[0] if generation_known else ""
             if first in nodes and first not in said:  # While etcd is away it is not taken out.
                 asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
-                self.hangs.blame(now, asked, {}, reached, last=True)
+                self.hangs.search.blame(now, asked, {}, reached, last=True)
             return
-        self.hangs.blame(now, nodes, said, reached)
-        self.hangs.compare(said)
+        self.hangs.search.blame(now, nodes, said, reached)
+        self.hangs.search.compare(said)
 
     def saving_s(self) -> float:
         """How long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: unknown."""
@@ -622,7 +624,7 @@ class Supervisor:
         """
         state = self._state
         if event.why == "closer":
-            self.hangs.placed(event)
+            self.hangs.search.placed(event)
             return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return

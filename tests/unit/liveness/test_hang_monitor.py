@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,11 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import cpu_s, state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, StatusPage
 from elasticrt.liveness.culprit import Position
-from elasticrt.liveness.hang_monitor import HangMonitor, positions_in, where
+from elasticrt.liveness.culprit_search import positions_in
+from elasticrt.liveness.hang_monitor import HangMonitor, where
 from elasticrt.liveness.stacks import Answer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import Idle, Stopped
+from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
@@ -39,15 +42,31 @@ LINE, ALL_REDUCE = (
 """The place of a worker that waits in a collective, and the library's function."""
 
 
-def of_one(page: StatusPage | None = None, *, rank: int = 0) -> dict[str, Any]:
-    """What a monitor is given of one worker, this process, which runs in generation 2."""
-    return {
+def monitor_of_one(
+    directory: Path, page: StatusPage | None = None, *, rank: int = 0, hang_s: float | None = None, **parts: Any
+) -> tuple[HangMonitor, list[Any]]:
+    """A monitor of one worker, this process, which runs in generation 2; the events that it writes. `parts` are as in
+    `WatchedWorkers`."""
+    settings, event_log, kept = settings_of(directory), EventLog("n0", None), []
+    if hang_s is not None:
+        settings = replace(settings, options=replace(settings.options, hang_timeout_s=hang_s))
+    event_log.follow(lambda record: kept.append(record.event))
+    usual = {
+        "say": lambda _: None,
+        "put": lambda _: None,
         "group": SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page),
-        "state": lambda: GroupState(2, running=True, seated=frozenset([0]), ranks={0: rank}),
+        "state": lambda: in_generation_2(rank),
         "look": lambda: [page],
+        "take": lambda *_: None,
         "state_of": lambda _: "S",
         "cpu_s": cpu_s,
     }
+    return HangMonitor(WatchedWorkers(settings=settings, event_log=event_log, **usual | parts)), kept
+
+
+def in_generation_2(rank: int = 0) -> GroupState:
+    """One worker runs."""
+    return GroupState(2, running=True, seated=frozenset([0]), ranks={0: rank})
 
 
 @pytest.mark.parametrize(
@@ -133,12 +152,7 @@ def test_processor_time_is_of_whole_sessions():
 
 def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
     """Its stacks are in the event. Before it has failed of it, a line says so to people only."""
-    kept: list[events.Event] = []
-    event_log = EventLog("n0", None)
-    event_log.follow(lambda record: kept.append(record.event))
-    monitor = HangMonitor(
-        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, **of_one(rank=3), take=lambda *_: None
-    )
+    monitor, kept = monitor_of_one(tmp_path, rank=3)
     stacks = Stacks("waited_for", 2, 0, 12.0, False, {0: ("  File a.py",)}, ended="rank 1")
     assert monitor.report(stacks) is None
     assert kept == []
@@ -152,60 +166,54 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     A node without rank 0 hears it from that of rank 0, writes the same, and passes it on. No age but that one is in
     the line: those of single ranks were taken at other times.
     """
-    settings = settings_of(tmp_path)
     stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
-    kept: list[events.Event] = []
-    event_log = EventLog("n0", None)
-    event_log.follow(lambda record: kept.append(record.event))
     line = '  File "/a/train.py", line 7 in stuck'
 
     def take(_workers: object, _look: object, _signal: object, put: object, blank: Stacks) -> None:
         stacks.put(replace(blank, lines={0: (line,)}))
 
     page = StatusPage(StatusPage.create())
-    monitor = HangMonitor(settings, stacks.put, event_log, lambda _: None, **of_one(page), take=take)
+    monitor, kept = monitor_of_one(tmp_path, page, put=stacks.put, take=take)
     page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
     page.entered, page.stepping = 6, 1
     others = {"n1": {"workers": [WAITS]}}
 
-    monitor.look_closer(time.monotonic(), ask_s=[0.0])
-    monitor.placed(stacks.get(timeout=10))
-    assert monitor.is_to_ask(time.monotonic(), first=True)
+    monitor.search.look_closer(time.monotonic(), ask_s=[0.0])
+    monitor.search.placed(stacks.get(timeout=10))
+    assert monitor.search.is_to_ask(time.monotonic(), first=True)
     later = time.monotonic() + 1
-    monitor.look_at_waits(later)
+    monitor.search.look_at_waits(later)
     for _ in range(2):
-        monitor.blame(later, {"n0": "", "n1": ""}, others, {})
+        monitor.search.blame(later, {"n0": "", "n1": ""}, others, {})
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
 
-    monitor.look_at_waits(later)
+    monitor.search.look_at_waits(later)
     found = kept.pop()
-    answer = json.loads(json.dumps(monitor.said))
+    answer = json.loads(json.dumps(monitor.search.said))
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
-        monitor.hear(later, said)
+        monitor.search.hear(later, said)
     assert kept == [], "this node has said so itself"
     monitor.began(0.0)
-    monitor.look_closer(time.monotonic(), ask_s=[4.5])
-    monitor.placed(stacks.get(timeout=10))
-    monitor.hear(later, answer)
-    monitor.look_at_waits(later)
-    assert json.loads(json.dumps(monitor.said))["culprit"] == answer["culprit"]
+    monitor.search.look_closer(time.monotonic(), ask_s=[4.5])
+    monitor.search.placed(stacks.get(timeout=10))
+    monitor.search.hear(later, answer)
+    monitor.search.look_at_waits(later)
+    assert json.loads(json.dumps(monitor.search.said))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
 
 
 def monitor_of_one_that_is_stuck(
-    directory: Path, page: StatusPage
+    directory: Path, page: StatusPage, lines: Sequence[str] = ('  File "/a/train.py", line 7 in stuck',), **parts: Any
 ) -> tuple[HangMonitor, queue.SimpleQueue[Stacks], list[Any]]:
     """A monitor to which each look shows the same line, the stacks that it takes, and the events that it writes."""
-    event_log, kept = EventLog("n0", None), []
-    event_log.follow(lambda record: kept.append(record.event))
     found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
-    lines = {0: ('  File "/a/train.py", line 7 in stuck',)}
-    monitor = HangMonitor(
-        settings_of(directory), found.put, event_log, lambda _: None, **of_one(page),
-        take=lambda _workers, _look, _signal, put, blank: put(replace(blank, lines=lines)),
-    )  # fmt: skip
+
+    def take(_workers: object, _look: object, _signal: object, put: Callable[[Stacks], None], blank: Stacks) -> None:
+        put(replace(blank, lines={0: tuple(lines)}))
+
+    monitor, kept = monitor_of_one(directory, page, put=found.put, take=take, **parts)
     return monitor, found, kept
 
 
@@ -217,7 +225,7 @@ def test_the_end_of_a_stand_is_seen_at_the_next_look(tmp_path: Path) -> None:
     seen = []
     for after_s, step, age_s in ((0.0, 4, 0.0), (1.0, 5, 0.0), (5.0, 5, 4.0), (6.0, 6, 0.0), (6.3, 7, 0.0)):
         page.step, page.entered, page.step_at_ns = step, step + 1, int((now + after_s - age_s) * 1e9)
-        seen.append(monitor.look_closer(now + after_s, ask_s=[0.0]))
+        seen.append(monitor.search.look_closer(now + after_s, ask_s=[0.0]))
     assert seen == [False, False, False, True, False]
 
 
@@ -227,13 +235,13 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
     began = time.monotonic()
-    monitor.look_closer(began, ask_s=[0.0, 2.0])
-    monitor.placed(found.get(timeout=10))
+    monitor.search.look_closer(began, ask_s=[0.0, 2.0])
+    monitor.search.placed(found.get(timeout=10))
     waits = {"workers": [WAITS]}
     named = []
     for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
-        monitor.is_to_ask(began + asked_at, first=True)
-        monitor.blame(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
+        monitor.search.is_to_ask(began + asked_at, first=True)
+        monitor.search.blame(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
 
@@ -241,15 +249,14 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
 def test_a_node_that_nobody_else_would_name_is_named_at_the_first_question(tmp_path: Path) -> None:
     """That of rank 0, which finds who is waited for, is silent: a second question would tell no more."""
     page = StatusPage(StatusPage.create())
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
-    monitor._take = lambda _workers, _look, _signal, put, blank: put(replace(blank, lines={0: (ALL_REDUCE, LINE)}))
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page, [ALL_REDUCE, LINE])
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
     began = time.monotonic()
-    monitor.look_closer(began, ask_s=[0.0, 2.0])
-    monitor.placed(found.get(timeout=10))
-    monitor.is_to_ask(began, first=False)
+    monitor.search.look_closer(began, ask_s=[0.0, 2.0])
+    monitor.search.placed(found.get(timeout=10))
+    monitor.search.is_to_ask(began, first=False)
     for last in (False, True):
-        monitor.blame(began, {"n0": "", "n1": ""}, {}, {}, last=last)
+        monitor.search.blame(began, {"n0": "", "n1": ""}, {}, {}, last=last)
     assert [each.nodes for each in kept] == [("n1",)]
 
 
@@ -265,8 +272,7 @@ def test_what_another_agent_says_is_checked(wrong: object) -> None:
 def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) -> None:
     """Once, with how long none was made, by an event and a sentence; nothing is said of one that was not told."""
     page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
-    monitor._say = said.append
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page, say=said.append)
     waits = {"workers": [WAITS]}
 
     def step(number: int, at: float) -> None:
@@ -276,11 +282,11 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
 
     for number, at in ((5, began - 4), (6, began + 8), (7, began + 8.1)):
         step(number, at)
-        monitor.look_closer(max(began, at), ask_s=[0.0])
+        monitor.search.look_closer(max(began, at), ask_s=[0.0])
         if number == 5:
-            monitor.placed(found.get(timeout=10))
-            assert monitor.is_to_ask(began, first=True)
-            monitor.blame(began, {"n0": "", "n1": ""}, {"n1": waits}, {})
+            monitor.search.placed(found.get(timeout=10))
+            assert monitor.search.is_to_ask(began, first=True)
+            monitor.search.blame(began, {"n0": "", "n1": ""}, {"n1": waits}, {})
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
     assert kept[1] == events.GoesOn(2, 5)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
@@ -290,19 +296,18 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
 def test_a_stand_is_told_whole(tmp_path: Path, within: bool) -> None:
     """Where a look comes between the optimizer's part and the end of a step, and where none had begun."""
     page, began, said = StatusPage(StatusPage.create()), time.monotonic(), list[str]()
-    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page)
-    monitor._say = said.append
+    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page, say=said.append)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, int((began - 4) * 1e9), 5 + within, 1
-    monitor.look_closer(began, ask_s=[0.0])
-    monitor.placed(found.get(timeout=10))
-    assert monitor.is_to_ask(began, first=True)
-    monitor.blame(began, {"n0": "", "n1": ""}, {"n1": {"workers": [WAITS]}}, {})
+    monitor.search.look_closer(began, ask_s=[0.0])
+    monitor.search.placed(found.get(timeout=10))
+    assert monitor.search.is_to_ask(began, first=True)
+    monitor.search.blame(began, {"n0": "", "n1": ""}, {"n1": {"workers": [WAITS]}}, {})
     if within:
         page.beats, page.beat_at_ns = 6, int((began + 7.9) * 1e9)
-        monitor.look_closer(began + 7.95, ask_s=[])
+        monitor.search.look_closer(began + 7.95, ask_s=[])
         page.step, page.step_at_ns = 6, int((began + 8) * 1e9)
     page.entered += 1
-    monitor.look_closer(began + 8, ask_s=[])
+    monitor.search.look_closer(began + 8, ask_s=[])
     assert said[1:] == [f"the steps go on: none was made for 12 s after step {4 + within}"]
 
 
@@ -323,11 +328,11 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
     page.step, page.step_at_ns = (5, int((now - 6) * 1e9)) if entered and made else (0, 0)
     seen = []
     for looked_at in (now, now + 10):
-        monitor.look(looked_at, held=False)
-        monitor.look_closer(looked_at, ask_s=[0.0])
-        monitor.placed(found.get(timeout=10))
-        assert monitor.is_to_ask(looked_at, first=True)
-        monitor.blame(looked_at, {"n0": ""}, {}, {})
+        monitor.steps.look(looked_at, held=False)
+        monitor.search.look_closer(looked_at, ask_s=[0.0])
+        monitor.search.placed(found.get(timeout=10))
+        assert monitor.search.is_to_ask(looked_at, first=True)
+        monitor.search.blame(looked_at, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
 
@@ -346,51 +351,44 @@ def test_who_is_lost_is_told_where_no_other_group_can_be_agreed(
 ) -> None:
     """After 3 s, with the time since the loss is known; another node hears it. Once etcd answers, nothing is told."""
     page, now, said = StatusPage(StatusPage.create()), 1000.0, list[str]()
-    monitor, _, kept = monitor_of_one_that_is_stuck(tmp_path, page)
-    monitor._say = said.append
-    failed = replace(monitor._state(), failures=(lost_peer(rank=0, node="n0", message="lost its group"),))
-    monitor._state = lambda: failed
+    failed = replace(in_generation_2(), failures=(lost_peer(rank=0, node="n0", message="lost its group"),))
+    monitor, _, kept = monitor_of_one_that_is_stuck(tmp_path, page, say=said.append, state=lambda: failed)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 2) * 1e9), 6, 1
-    monitor.look(now, held=False)
-    monitor.look_closer(now, ask_s=[])
+    monitor.steps.look(now, held=False)
+    monitor.search.look_closer(now, ask_s=[])
     asked = []
     for at in (now + 2, now + 3):
-        monitor.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
-        asked.append(monitor.is_to_ask(at, first=False))
-    monitor.blame(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
+        monitor.search.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
+        asked.append(monitor.search.is_to_ask(at, first=False))
+    monitor.search.blame(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
     reason = f"{who}, and no other group can be agreed: etcd does not answer"
     assert asked == [False, True]
     assert said == [f"no step for 6 s after step 5: {reason}"]
     assert [(each.age_s, each.unagreed_s, each.reason) for each in kept] == [(6.0, 4.0, reason)]
-    monitor.look_at_waits(now + 4)
-    answer = json.loads(json.dumps(monitor.said))
+    monitor.search.look_at_waits(now + 4)
+    answer = json.loads(json.dumps(monitor.search.said))
     monitor.began(now)
-    monitor.look_for_agreement(now + 5, now, "etcd does not answer", ask_s=[0.0])
-    monitor.hear(now + 5, answer)
+    monitor.search.look_for_agreement(now + 5, now, "etcd does not answer", ask_s=[0.0])
+    monitor.search.hear(now + 5, answer)
     assert kept[1].reason == reason
-    monitor.look_for_agreement(now + 6, now, "", ask_s=[0.0])
-    monitor.blame(now + 6, {"n0": "", "n1": ""}, {}, {})
+    monitor.search.look_for_agreement(now + 6, now, "", ask_s=[0.0])
+    monitor.search.blame(now + 6, {"n0": "", "n1": ""}, {}, {})
     assert len(kept) == 2
 
 
 def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
     """W18: once each, by an event, so that nobody is called slow for ever."""
-    kept: list[events.Straggler] = []
-    event_log = EventLog("n0", None)
-    event_log.follow(lambda record: kept.append(record.event))
     pages = [StatusPage(StatusPage.create())]
-    monitor = HangMonitor(
-        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, **of_one(pages[0]), take=lambda *_: None
-    )
+    monitor, kept = monitor_of_one(tmp_path, pages[0])
     pages[0].entered, pages[0].stepping = 1, 1
     for look in range(1, 13):  # One every 25 s; each step takes 250 ms, in which n0 waits for 200 ms until the sixth.
         for step in range(100 * look - 99, 100 * look + 1):
             pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 4) * 1e9)
-            monitor.look(1000.0 + step / 4, held=False)
+            monitor.steps.look(1000.0 + step / 4, held=False)
         pages[0].waited_ns += 200_000_000 if look <= 6 else 2_000_000
         pages[0].waits += 1
-        monitor.look_at_waits(1000.0 + 25 * look)
-        monitor.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
+        monitor.search.look_at_waits(1000.0 + 25 * look)
+        monitor.search.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
 
@@ -399,30 +397,24 @@ def test_where_a_worker_has_ended_the_pages_of_others_stay_theirs(tmp_path: Path
     page = StatusPage(StatusPage.create())
     page.waited_ns, page.waits = 7, 1
     one_left = GroupState(2, running=True, seated=frozenset([1]), ranks={0: 4, 1: 5})
-    parts = of_one(page) | {"state": lambda: one_left}
-    monitor = HangMonitor(
-        settings_of(tmp_path), lambda _: None, EventLog("n0", None), lambda _: None, **parts, take=lambda *_: None
-    )
-    monitor.look_at_waits(1.0)
-    assert monitor.said["waits"] == [[5, 7, 1]]
+    monitor, _ = monitor_of_one(tmp_path, page, state=lambda: one_left)
+    monitor.search.look_at_waits(1.0)
+    assert monitor.search.said["waits"] == [[5, 7, 1]]
 
 
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
     """L5: a restarted process that gets no first batch has failed after three times the limit, at the run's step."""
     kept: list[Stacks] = []
-    settings, page = settings_of(tmp_path), StatusPage(StatusPage.create())
-    monitor = HangMonitor(
-        replace(settings, options=replace(settings.options, hang_timeout_s=12.0)),
-        lambda _: None,
-        EventLog("n0", None),
-        lambda _: None,
-        **of_one(page) | {"state_of": lambda _: "T"},
-        take=lambda _workers, _look, _signal, _put, blank: kept.append(blank),
-    )
+    page = StatusPage(StatusPage.create())
+
+    def take(_workers: object, _look: object, _signal: object, _put: object, blank: Stacks) -> None:
+        kept.append(blank)
+
+    monitor, _ = monitor_of_one(tmp_path, page, hang_s=12.0, state_of=lambda _: "T", take=take)
     page.entered, page.stepping = 119, FIRST_BATCH
     for tick in range(400):
         now = 100.0 + tick / 10
-        monitor.look(now, held=False)
+        monitor.steps.look(now, held=False)
         monitor.ask_if_stalled(now)
     asked = [(each.why, each.step, each.final, round(each.age_s)) for each in kept]
     assert asked == [("stalled", 118, False, 18), ("stalled", 118, True, 36)]
@@ -443,10 +435,10 @@ def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
     now = time.monotonic()
     page.restored_at_ns, page.step_at_ns = 1, int((now - 0.01) * 1e9)  # Since the machine was started.
     monitor.began(now)
-    monitor.look(now + 0.1, held=False)
+    monitor.steps.look(now + 0.1, held=False)
     page.step_at_ns, page.joined_at_ns = 0, int((now + 0.11) * 1e9)
     page.restored_at_ns = page.joined_at_ns
     for tick in range(2, 70):
-        monitor.look(now + tick / 10, held=False)
-        monitor.look_closer(now + tick / 10, ask_s=[])
+        monitor.steps.look(now + tick / 10, held=False)
+        monitor.search.look_closer(now + tick / 10, ask_s=[])
     assert not found.empty(), "the first step of a generation is looked at closely after five seconds"

@@ -8,8 +8,8 @@ import pytest
 
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S
-from elasticrt.liveness.hang_monitor import sight_of_beats
 from elasticrt.liveness.stall_detector import Sight, StallDetector, Stand
+from elasticrt.liveness.step_watch import sight_of_beats
 
 
 def _watched(
