@@ -137,11 +137,13 @@ class Supervisor:
         """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         state, able = self._state, self._able()
         evaluates = self.pages.evaluates(state)
-        # A newcomer could not make an evaluation again with the others: it is offered when that is over. After a
-        # failure here also where they may come to one; without, that would change at each step.
-        waits = evaluates == EVALUATES or (bool(evaluates) and state.failed_at is not None)
-        ready = len(able) + (0 if waits else len(self.pages.ready_beside(self._joining.ranks)))
-        has_state = self.pages.have_state(state, able)
+        # A newcomer could not make an evaluation again with the others: it is offered when that is over.
+        beside = 0 if evaluates == EVALUATES else len(self.pages.ready_beside(self._joining.ranks))
+        living = {
+            "ready": len(able) + beside,
+            "beside": beside,
+            "has_state": self.pages.have_state(state, able),
+        }
         seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.
         generation = state.number if state.generation is not None and state.running else 0
         says = {
@@ -150,8 +152,7 @@ class Supervisor:
             "port": self.seating.ports.port,
             "generation": generation,
             "seen": max(me.record.seen, me.known),
-            "ready": ready,
-            "has_state": has_state,
+            **living,
         }
         kept = self.seating.memory.newest
         return replace(
@@ -161,7 +162,7 @@ class Supervisor:
             # Workers that have failed count no more, also while the kernel still takes them apart.
             running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
             seated=state.number if seated else 0,
-            report=state.report(kept=kept, ready=ready, has_state=has_state) if seated else None,
+            report=state.report(kept=kept, **living, evaluates=bool(evaluates)) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
             standing_since=self.hangs.steps.pace.standing_since(now) or self.pages.unmet_since(state, now),

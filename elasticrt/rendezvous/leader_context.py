@@ -132,12 +132,14 @@ class LeaderContext:
 
     @property
     def may_evaluate(self) -> bool:
-        """Whether workers may be in an evaluation, or come to one: all are alike, but a leader without any cannot know.
+        """Whether workers may be in an evaluation, or come to one: the leader's own, or those of a node with a loss.
 
-        Newcomers then come in by a planned change, unless they are to come with a failure only.
+        A leader without workers cannot know. Newcomers then come in by a planned change, unless they are to come with a
+        failure only.
         """
         knows = self.me.running == self.generation.number
-        return self.me.evaluates or self.me.may_evaluate or not (knows or self.spec.join == "failure")
+        here = self.me.evaluates or self.me.may_evaluate or not (knows or self.spec.join == "failure")
+        return here or any(entry.record.evaluates for entry in self.view.reports.values())
 
     @cached_property
     def to_answer(self) -> frozenset[Seat]:
@@ -238,7 +240,8 @@ def publish(
     having = {entry.record.incarnation for entry in survivors(view)}
     stay = [entry for entry in ready if entry.record.incarnation in having]
     if kind in ("failure", "lost") and led.may_evaluate and len(stay) >= least:
-        ready = stay  # Newcomers could not make the evaluation again with them.
+        # Newcomers could not make the evaluation again with them.
+        ready = [_with(entry, {"ready": entry.record.ready - entry.record.beside}) for entry in stay]
     in_place = len(ready) >= least
     # In place those that have the state come first, so that one of them gets in.
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
@@ -364,11 +367,12 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
-        newer = {"ready": report.record.ready, "has_state": report.record.has_state}
+        newer = report.record.model_dump(include={"ready", "beside", "has_state"})
         return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
     seat = view.seat_of(entry.record)
-    if seat is not None and _goes_on_unheard(view, entry) and entry.record.ready < seat.workers:
-        return _with(entry, {"ready": seat.workers})
+    if seat is not None and _goes_on_unheard(view, entry):
+        ready = max(entry.record.ready, seat.workers)
+        return _with(entry, {"ready": ready, "beside": ready - seat.workers})
     return entry
 
 

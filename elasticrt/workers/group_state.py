@@ -73,12 +73,12 @@ class GroupState:
         """Whether these workers are known to hang, so that they get no other seat."""
         return any(failure.stalled for failure in self.failures)
 
-    def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:
+    def report(self, *, kept: Copy | None, **living: Any) -> Report | None:
         """The report to the other nodes; None as long as no worker has ended or holds.
 
         Args:
             kept: the newest copy of the state in this node's memory.
-            ready: how many workers can go on in the next generation; `has_state`: whether one of them has the state.
+            living: the fields of a report about workers that can go on in the next generation.
         """
         if self.generation is None or self.seat is None:
             return None
@@ -88,7 +88,7 @@ class GroupState:
         if self.failures:
             ended = [f"rank {rank} on {seat.node}" for rank in self.well]
             failure = of_node(self.failures, ended, unmet=self.unmet)
-            return Report(**where, status="failed", failure=failure, memory=kept, ready=ready, has_state=has_state)
+            return Report(**where, status="failed", failure=failure, memory=kept, **living)
         if len(self.handed) == seat.workers:
             return Report(**where, status="held", handover=self.holding, memory=kept)
         if self.well:

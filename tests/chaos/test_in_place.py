@@ -630,3 +630,59 @@ def test_a_node_that_dies_between_its_seat_and_the_meeting(tmp_path: Path) -> No
         assert cluster.ended()["b"] == 0, cluster.story()
         causes = {event["number"]: event["nodes"] for event in cluster.events("generation")}
         assert [sorted(causes[number]) for number in sorted(causes)] == [["a", "b", "c"], ["b", "c"], ["b"]]
+
+
+BEHIND = """
+import json, os, pathlib, sys, time, torch, elasticrt
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer, every="1000 steps", memory=0)
+seen, slow = [], pathlib.Path("slow")
+
+def count():
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    return int(ranks)
+
+for step in loop.steps(60):
+    with loop.step():
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    if loop.complete and loop.steps_done % 10 == 0:
+        if slow.exists() and slow.read_text() == os.environ["ELASTICRT_NODE"]:
+            pathlib.Path(f"behind-{os.getpid()}").touch()
+            time.sleep(2)
+        seen.append([loop.steps_done, loop.evaluate(count)])
+pathlib.Path(f"seen-{os.getpid()}").write_text(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_newcomer_waits_where_its_node_does_not_see_the_loss(tmp_path: Path) -> None:
+    """W02: the workers of the leader's node are behind a step when another node loses one: theirs, which is ready to
+    replace one, is not let in, and the evaluation is made again."""
+    (tmp_path / "train.py").write_text(BEHIND)
+    options = ["--nnodes", "2:2", "--nproc-per-node", "2", "--join", "failure"]
+    with Cluster(tmp_path, f"behind-{secrets.token_hex(4)}", options, [str(tmp_path / "train.py")]) as cluster:
+        cluster.start("a", "--node-rank", "0")
+        cluster.wait("a is there", lambda: bool(cluster.events("agent_started")))
+        cluster.start("b", "--node-rank", "1")
+        cluster.wait_for_step_after(3)
+        kill(cluster.agents["a"].worker_pids()[1])
+        cluster.wait("another one is ready on a", lambda: bool(cluster.events("ready")))
+        (tmp_path / "slow").write_text("a")
+        cluster.wait("a is behind a step", lambda: bool(list(tmp_path.glob("behind-*"))))
+        kill(cluster.agents["b"].worker_pids()[1])
+        cluster.wait("the others are back", lambda: cluster.number() == 3)
+        (tmp_path / "slow").unlink()
+        assert cluster.ended() == {"a": 0, "b": 0}, cluster.story()
+        assert [each["world_size"] for each in cluster.events("generation") if each["number"] > 0][::2] == [4, 3, 2]
+        seen = [json.loads(path.read_text()) for path in tmp_path.glob("seen-*")]
+        assert [[at for at, _ in each] for each in seen] == [[10, 20, 30, 40, 50, 60]] * 2, seen

@@ -156,28 +156,35 @@ def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
 
 
 @pytest.mark.parametrize(
-    ("where", "least", "names"),
+    ("where", "reported", "least", "workers"),
     [
-        pytest.param({}, 1, ["n0", "n2", "n3"], id="in a step"),
-        pytest.param({"evaluates": True}, 1, ["n0", "n2"], id="in an evaluation"),
-        pytest.param({"may_evaluate": True}, 1, ["n0", "n2"], id="behind a step"),
-        pytest.param({"evaluates": True}, 3, ["n0", "n2", "n3"], id="in an evaluation, with too few nodes"),
+        pytest.param({}, {}, 1, {"n0": 2, "n2": 2, "n3": 1}, id="in a step"),
+        pytest.param({"evaluates": True}, {}, 1, {"n0": 1, "n2": 1}, id="in an evaluation"),
+        pytest.param({"may_evaluate": True}, {}, 1, {"n0": 1, "n2": 1}, id="behind a step"),
+        pytest.param({}, {"evaluates": True}, 1, {"n0": 1, "n2": 1}, id="behind a step on the lost worker's node"),
+        pytest.param(
+            {"evaluates": True}, {}, 3, {"n0": 2, "n2": 2, "n3": 1}, id="in an evaluation, with too few nodes"
+        ),
     ],
 )
-def test_newcomers_wait_for_an_evaluation(where: dict[str, bool], least: int, names: list[str]) -> None:
-    """W02: a node that stands by takes no lost worker's place while the leader's evaluate, unless it is needed."""
-    world = running(3, min_nodes=least, max_nodes=3)
+def test_newcomers_wait_for_an_evaluation(
+    where: dict[str, bool], reported: dict[str, bool], least: int, workers: dict[str, int]
+) -> None:
+    """W02: neither a node that stands by nor a worker that is ready beside the training takes a lost worker's place
+    while others evaluate, unless it is needed."""
+    world = running(3, min_nodes=least, max_nodes=3, join="failure")
     world.add("n3")
     for name, member in world.members.items():
         seated = name != "n3"
-        known = {"generation": int(seated), "ready": 1, "has_state": seated}
+        known = {"generation": int(seated), "ready": 1 + seated, "beside": 1, "has_state": seated}
         record = member.me.record.model_copy(update=known)
         member.me = replace(member.me, record=record, **(where if seated else {}))
     world.settle()
     failure = Failure(rank=1, code=-9, collateral=False, summary="killed", killed=True)
-    world.members["n1"].report("failed", failure, ready=0, has_state=False)
+    world.members["n1"].report("failed", failure, ready=0, has_state=False, **reported)
     world.settle()
-    check_ranks(world, 2, names)
+    ran = {name: member.ran[-1] for name, member in world.members.items() if member.ran}
+    assert {name: seat.workers for name, (new, seat) in ran.items() if new.number == 2} == workers
 
 
 @pytest.mark.parametrize(
