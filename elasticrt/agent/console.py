@@ -290,9 +290,9 @@ class Console:
         alone = chapter is not None and chapter.nodes == (self._node,)
         missed = decision.saving if lost else late_after if alone else 0
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
+        self._saved(reached)
         if chapter is not None and missed > max(reached, told):
             self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before it was"))
-        self._saved(reached)
         self._say_changes(math.inf)
         self._summarize()
         if decision.others_go_on:

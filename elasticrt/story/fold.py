@@ -229,11 +229,10 @@ class Story:
         # By rank: when seconds of its own work in a step were reported, and these.
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []  # The failures, in order.
-        # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved.
+        # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved,
+        # and of the first that was saved after such a one.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
-        self.missed: deque[tuple[float, events.Unsaved]] = deque(maxlen=STANDS_KEPT)
-        # The first checkpoint that was saved after such a one, and when.
-        self.saved_again: deque[tuple[float, events.Committed]] = deque(maxlen=STANDS_KEPT)
+        self.missed: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDS_KEPT)
         self.gaps: list[Gap] = []  # When events of a node could not be written.
         self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
         # From when until when no agent ran, between two generations, and how those of the first had ended.
@@ -351,8 +350,8 @@ class Story:
     @property
     def unsaved(self) -> events.Unsaved | None:
         """The newest checkpoint, if it could not be saved."""
-        at, event = self.missed[-1] if self.missed else (0.0, None)
-        return event if not (self.saves and self.saves[-1][0] > at) else None
+        newest = self.missed[-1][1] if self.missed else None
+        return newest if isinstance(newest, events.Unsaved) else None
 
     @property
     def slow(self) -> events.Straggler | None:
@@ -621,7 +620,7 @@ class Story:
         if event.generation in self._courses:
             self._courses[event.generation].saved = True
         if self.unsaved is not None:
-            self.saved_again.append((at, event))
+            self.missed.append((at, event))
         if event.step >= self.checkpoint:
             self.checkpoint, self.checkpoint_at = event.step, at
         self.checkpoints += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import groupby
 from typing import NamedTuple
 
 from elasticrt import events
@@ -201,7 +203,6 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
     found += _missed(story)
-    found += [Happened(at, "good", saved_again(event)) for at, event in story.saved_again]
     found += [Happened(gap.begin, "bad", gap_told(gap)) for gap in story.gaps]
     for begin, end, how in story.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
@@ -218,23 +219,18 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     return sorted(found, key=lambda each: each.at)
 
 
-def _missed(story: Story) -> list[Happened]:
+def _missed(story: Story) -> Iterator[Happened]:
     """The checkpoints that could not be saved: one sentence for those that follow each other, for the same reason."""
-    found: list[tuple[float, list[events.Unsaved]]] = []
-    for at, event in story.missed:
-        saved = found and any(found[-1][0] < saved_at < at for saved_at, _ in story.saved_again)
-        if found and not saved and _kind(found[-1][1][0]) == _kind(event):
-            found[-1][1].append(event)
+    for _, group in groupby(story.missed, lambda each: _kind(each[1])):
+        (at, first), *more = group
+        if isinstance(first, events.Committed):
+            yield Happened(at, "good", saved_again(first))
         else:
-            found.append((at, [event]))
-    return [
-        Happened(at, "bad", unsaved(first) + (f", nor any up to step {more[-1].step:,}" if more else ""))
-        for at, (first, *more) in found
-    ]
+            yield Happened(at, "bad", unsaved(first) + (f", nor any up to step {more[-1][1].step:,}" if more else ""))
 
 
-def _kind(event: events.Unsaved) -> str:
-    return _PARTICULAR.sub("", event.reason)
+def _kind(event: events.Unsaved | events.Committed) -> str | None:
+    return _PARTICULAR.sub("", event.reason) if isinstance(event, events.Unsaved) else None
 
 
 def pace(story: Story, now: float) -> str:
