@@ -23,16 +23,8 @@ def listed(items: Iterable[object], most: int = 5) -> str:
 
 def slow_node(node: str, own_s: float, others_s: float) -> str:
     """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`; seconds."""
-    return f"{node} is slow: its own work takes {_of_a_step(own_s, others_s)}, and they wait for it"
-
-
-def was_slow(node: str, own_s: float, others_s: float) -> str:
-    """`b was slow: its own work took 40 ms of a step, that of the others 10 ms`; seconds."""
-    return f"{node} was slow: its own work took {_of_a_step(own_s, others_s)}"
-
-
-def _of_a_step(own_s: float, others_s: float) -> str:
-    return f"{own_s * 1e3:.0f} ms of a step, that of the others {others_s * 1e3:.0f} ms"
+    times = f"{own_s * 1e3:.0f} ms of a step, that of the others {others_s * 1e3:.0f} ms"
+    return f"{node} is slow: its own work takes {times}, and they wait for it"
 
 
 def how_to_go_on(run_id: str, saved: str = "") -> str:

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from elasticrt import events
 from elasticrt.ipc.failure import NOT_LET_GO
-from elasticrt.ipc.wording import was_slow
 from elasticrt.story.buckets import (
     AGREE,
     LATE_S,
@@ -494,7 +493,7 @@ class Story:
                 newcomers = [name for name in event.nodes if name not in known_nodes and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
             if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
-                cause = f"{cause}; {was_slow(self.slow.slow, self.slow.own_s, self.slow.others_s)}"
+                cause = f"{cause}; {self.slow.slow} was slow"
             self._interrupted(before)
         if anew:
             self._numbers.clear()
