@@ -25,17 +25,22 @@ STOP_TIMEOUT_S = 10.0
 
 _nodes, _workers = partial(option, section="nodes"), partial(option, section="workers")
 _output, _etcd = partial(option, section="output"), partial(option, section="etcd")
-_run_id = partial(check_name, where="--run-id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
     """Which run, and how its etcd is reached: for every command that talks to a run."""
 
-    run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
+    run_id: str | None = _nodes(
+        "--run-id, --rdzv-id ID", None, "the run's name; `run` with the same id again goes on where the run was. After "
+        "success it says so and does nothing", partial(check_name, where="--run-id"),
+        default="of `run` a new one, which is printed", own=True,
+    )  # fmt: skip
     etcd: tuple[Address, ...] = _etcd(
-        "--etcd ENDPOINTS", (), "where the run's etcd is, such as https://a:2379,https://b:2379, or unix:/path",
-        parse_endpoints, default="that of this machine, or what the run's directory notes", own=True,
+        "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
+        "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
+        "after the last agent, or with a run that has succeeded",
+        parse_endpoints, own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
     etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
@@ -55,10 +60,6 @@ class EtcdOptions:
 class RunOptions(EtcdOptions):
     """The options of `elasticrt run`. The last fields have no option of their own: torchrun's flags fill them in."""
 
-    run_id: str | None = _nodes(
-        "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
-        "says so and does nothing", _run_id, default="a new one, which is printed", own=True,
-    )  # fmt: skip
     min_nodes: int | None = _nodes(
         "--min-nodes N", None, "train with at least so many nodes; below that the rest waits",
         parse.whole(1, parse.NODES_MAX), default="1", own=True,
@@ -70,12 +71,6 @@ class RunOptions(EtcdOptions):
     nnodes: tuple[int, int] = _nodes(
         "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it; one number means both", parse.parse_nodes,
         default="1", own=True,
-    )  # fmt: skip
-    etcd: tuple[Address, ...] = _etcd(
-        "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
-        "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
-        "after the last agent, or with a run that has succeeded",
-        parse_endpoints, own=True,
     )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
     fresh: bool = _nodes(
