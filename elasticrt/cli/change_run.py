@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from elasticrt.cli.control import LeaveOptions
@@ -113,8 +113,7 @@ def resize(arguments: argparse.Namespace) -> int:
         if changed != record.spec and not run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
             # By another `resize`, or a new start of the run.
             raise StoreError("the run's options have just changed", where, remedy="Try again")
-        generation = run.record(run.keys.generation, Generation)
-        text = f"{where} may have {least} to {counted(most, 'node')}; it has {_here(members.values(), generation)}"
+        text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
         write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
     return EXIT_OK
 
@@ -148,13 +147,6 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
         run.store.commit(Txn(compares, operations, why=f"asked to drain: {counted(len(asked), 'node')}"))
         write(sys.stdout, told)
         told = ""
-
-
-def _here(members: Collection[tuple[Member, KeyValue]], generation: Generation | None) -> str:
-    """The number of these members, and how many of them the current `generation` has, if those are fewer."""
-    number = generation.number if generation is not None else 0
-    seated = sum(member.generation == number for member, _ in members)
-    return f"{len(members)}{f', {seated} of them in generation {number}' if number and seated < len(members) else ''}"
 
 
 def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:

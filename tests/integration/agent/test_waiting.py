@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import signal
 import subprocess
@@ -105,9 +104,7 @@ def test_what_is_told_of_a_drain_and_a_resize_below_the_minimum(tmp_path: Path) 
         assert ": 1 node left of at least 2, the run waits for more\n" in said
         run.wait("a generation that waits", lambda: waits(run))
         step = run.last_step()
-        # The generation is told of before its member has entered it: then the line says so as well.
-        said = command(run, "resize", "1:2")
-        assert re.search(r"may have 1 to 2 nodes; it has 1(, 0 of them in generation \d+)?\n", said), said
+        assert "may have 1 to 2 nodes; it has 1\n" in command(run, "resize", "1:2")
         run.wait("steps", lambda: run.last_step() > step + 3 and not waits(run))
         said = command(run, "resize", "2:3")
         assert "may have 2 to 3 nodes; it has 1: it saves, and waits for 1 more node\n" in said

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.change_run import _consequence, _here
+from elasticrt.cli.change_run import _consequence
 from elasticrt.cli.live_run import LiveRun
 from elasticrt.cli.status import show
 from elasticrt.rendezvous.leader_context import how_gone
@@ -231,14 +231,6 @@ def test_status_says_that_the_run_waits_for_a_newcomer_to_set_up() -> None:
     lines, _ = show(live(agreed(waits=True), *members), story(BEGINS), 22.5)
     assert lines[0] == "run r: waits until c can train, no step for 12 s"
     assert lines[-1].startswith("  c: starting, ")
-
-
-def test_resize_says_how_many_nodes_are_not_in_the_generation() -> None:
-    """Those that stand by or start; nothing where all are, and before there is a generation."""
-    runs = (MEMBER.model_copy(update={"generation": 2}), None)
-    assert _here([runs, runs, (MEMBER, None)], agreed(waits=False)) == "3, 2 of them in generation 2"
-    assert _here([runs, runs], agreed(waits=False)) == "2"
-    assert _here([(MEMBER, None)], None) == "1"
 
 
 def test_what_follows_from_a_minimum_above_the_number_of_nodes() -> None:
