@@ -232,7 +232,7 @@ class Story:
         # and of the first that was saved after such a one.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDS_KEPT)
-        self.gaps: list[Gap] = []  # When events of a node could not be written.
+        self.gaps: list[Gap] = []  # When events of a node could not be written, unless all were written later.
         self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
         # From when until when no agent ran, between two generations, and how those of the first had ended.
         self.breaks: list[tuple[float, float, str]] = []
@@ -667,6 +667,8 @@ class Story:
             self.gaps.append(gap)
         gap.missing, gap.end = event.missing, at if event.over else None
         life.gap = None if event.over else gap
+        if event.over and not event.missing:
+            self.gaps.remove(gap)
 
     def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, node: str, at: float) -> None:
         """Steps stand still, or go on again, by the word of `node`."""

@@ -42,8 +42,8 @@ def head(story: Story, now: float | None = None) -> list[str]:
 def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node that is known, how far the run came, its goodput, what changes have cost, what is not known."""
     found = slow(story.slow) if story.slow is not None and now is not None else ""
-    told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now), *missing(story))
-    return [line for line in told if line]
+    told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now))
+    return [*filter(None, told), *map(gap_told, story.gaps)]
 
 
 def summary(story: Story) -> list[str]:
@@ -69,11 +69,6 @@ def outages(story: Story, now: float | None = None) -> str:
     return (
         f"etcd did not answer {often}, for {seconds(total_s)}" + (" in all" if len(times) > 1 else "") if times else ""
     )
-
-
-def missing(story: Story) -> list[str]:
-    """Of which times events are missing."""
-    return [gap_told(gap) for gap in story.gaps if gap.missing or gap.end is None]
 
 
 def paces(story: Story, now: float | None = None) -> str:

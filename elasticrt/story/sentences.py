@@ -96,8 +96,6 @@ def gap_told(gap: Gap) -> str:
     """`events of node-0 from 12:00:01 to 12:00:06 UTC are missing (12): No space left on device`."""
     begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (gap.begin, gap.end or gap.begin))
     when = f"from {begin:%H:%M:%S} UTC on" if gap.end is None else f"from {begin:%H:%M:%S} to {end:%H:%M:%S} UTC"
-    if gap.end is not None and not gap.missing:
-        return f"events of {gap.node} {when} were written late, and none is missing: {gap.reason}"
     number = f" ({gap.missing})" if gap.missing else ""
     return f"events of {gap.node} {when} are missing{number}: {gap.reason}"
 
