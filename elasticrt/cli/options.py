@@ -1,6 +1,7 @@
 """From dataclasses of options to an argparse parser, and from what was given back to such a dataclass.
 
-The command line wins, then ELASTICRT_<NAME>, then torchrun's PET_<NAME> where torchrun has the flag, then the default.
+The command line wins, then ELASTICRT_<NAME>, then PET_<NAME>, as torchrun calls the variables of its flags, then the
+default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrt.cli.slurm import Slurm
-from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags, variable
+from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import NODES_MAX, Option, options_of, yes_or_no
 from elasticrt.run_options import EtcdOptions, RunOptions
@@ -66,7 +67,7 @@ def declare(parser: argparse.ArgumentParser, *kinds: type) -> None:
         for option in of_section:
             shown = option.shown.replace("%", "%%") if option.text else argparse.SUPPRESS
             how: dict[str, Any] = {"metavar": option.value} if option.value else {"action": "store_const", "const": "1"}
-            _add(group, option.names, dest=_dest(option), help=shown, **how)
+            _add(group, option.names, dest=_word(option.names[0]), help=shown, **how)
     parser.set_defaults(prog=parser.prog)
 
 
@@ -113,8 +114,8 @@ def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) 
 def check_refused(env: Mapping[str, str]) -> None:
     """Refuse the same flags as variables. Raises ConfigError."""
     for flag, reason in REFUSED.items():
-        name = variable(flag)
-        if name is not None and env.get(name, "0") not in ("", "0", "null"):
+        name = f"PET_{_word(flag).upper()}"
+        if env.get(name, "0") not in ("", "0", "null"):
             raise ConfigError(f"not taken by elasticrt ({name}): {reason}")
 
 
@@ -182,7 +183,7 @@ def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> d
     hidden = "ELASTICRT_NODE" if "ELASTICRT_GENERATION" in env else ""
     found = {}
     for field, option in options_of(kind).items():
-        texts = [(option.names[0], getattr(arguments, _dest(option), None))]
+        texts = [(option.names[0], getattr(arguments, _word(option.names[0]), None))]
         texts += [(name, env[name]) for name in variables(option) if env.get(name) and name != hidden]
         first = next(((text, where) for where, text in texts if text is not None), None)
         if first is not None:
@@ -192,9 +193,9 @@ def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> d
 
 def variables(option: Option) -> tuple[str, ...]:
     """The variables that are read where the option is not given, in this order."""
-    theirs = (variable(name) for name in option.names)
-    return (f"ELASTICRT_{_dest(option).upper()}", *(name for name in theirs if name), *option.also)
+    first, *others = (_word(name).upper() for name in option.names if name.startswith("--"))
+    return (f"ELASTICRT_{first}", *(f"PET_{name}" for name in (first, *others)), *option.also)
 
 
-def _dest(option: Option) -> str:
-    return option.names[0].lstrip("-").replace("-", "_")
+def _word(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")

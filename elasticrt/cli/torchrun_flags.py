@@ -1,8 +1,8 @@
 """torchrun's flags: which are taken, which are refused, and the options that they become. Pure.
 
-No flag of torchrun is silently ignored: a test walks torchrun's own parser and fails on a flag that is in neither of
-`TAKEN` and `REFUSED`. Most of those taken are options of ours by the same name (run_options.py). `TorchrunFlags` are
-the others; they are translated into `RunOptions`. tests/compat/FLAGS.md lists all, with what differs from torchrun.
+No flag of torchrun is silently ignored: a test walks torchrun's own parser and fails on a flag that is neither taken
+nor in `REFUSED`. Most of those taken are options of ours by the same name (run_options.py). `TorchrunFlags` are the
+others; they are translated into `RunOptions`. tests/compat/FLAGS.md lists all, with what differs from torchrun.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address, bracketed
 
-TAKEN = (
-    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone",
-    "--max-restarts", "--monitor-interval", "--start-method", "--role", "--module", "--no-python", "--log-dir",
-    "--redirects", "--tee", "--local-ranks-filter", "--node-rank", "--master-addr", "--master-port", "--local-addr",
-    "--signals-to-handle", "--shutdown-timeout", "--virtual-local-rank",
-)  # fmt: skip
-
 REFUSED = {
     "--event-log-handler": "events are always kept, as JSON lines. Use the files events-NODE.jsonl in the run's "
     "directory (tail -f)",
@@ -40,16 +33,6 @@ REFUSED = {
     "...), or os.sched_setaffinity in the script, by LOCAL_RANK",
 }
 """Why each is refused, and what to use in its place."""
-
-WITHOUT_VARIABLE = frozenset({"--logs-specs", "--numa-binding"})
-"""torchrun reads all other flags from PET_<NAME>, too."""
-
-
-def variable(name: str) -> str | None:
-    """The variable that torchrun reads for its flag `name` (with dashes); None where it has no such variable."""
-    known = (name in TAKEN or name in REFUSED) and name not in WITHOUT_VARIABLE
-    return "PET_" + name.lstrip("-").replace("-", "_").upper() if known else None
-
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""

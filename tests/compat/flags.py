@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from elasticrt.cli.run import KINDS
-from elasticrt.cli.torchrun_flags import REFUSED, TAKEN, variable
+from elasticrt.cli.torchrun_flags import REFUSED
 from elasticrt.option_values import options_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,6 +26,13 @@ _ENVIRONMENT = "tests/integration/agent/test_environment_of_workers.py"
 _OUTPUT = f"{_ENVIRONMENT}::test_flags_of_one_node_in_workers_and_on_the_console"
 _MEETING = f"{_ENVIRONMENT}::test_the_environment_is_the_same_on_all_nodes_and_after_a_restart"
 _LOGS = "tests/unit/workers/test_logs.py"
+
+TAKEN = (
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone",
+    "--max-restarts", "--monitor-interval", "--start-method", "--role", "--module", "--no-python", "--log-dir",
+    "--redirects", "--tee", "--local-ranks-filter", "--node-rank", "--master-addr", "--master-port", "--local-addr",
+    "--signals-to-handle", "--shutdown-timeout", "--virtual-local-rank",
+)  # fmt: skip
 
 SHOWN: dict[str, tuple[str, ...]] = {
     "--nnodes": (_MEETING,),
@@ -127,7 +134,7 @@ def main() -> int:
     failed = []
     for name, tests in of.items():
         results = [passed for test in tests for passed in found.get(test, [False])]
-        word = "refused" if name in REFUSED else "PET" if variable(name) else ""
+        word = "refused" if name in REFUSED else "PET"
         verdict = "passed" if all(results) else f"**{results.count(False)} of {len(results)} failed**"
         lines.append(f"| `{name}` | {word} | {meaning(name)} | {DIFFERS.get(name, '')} | {verdict} |")
         failed += [] if all(results) else [name]
