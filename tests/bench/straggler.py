@@ -38,9 +38,9 @@ def drawn(draw: random.Random, nodes: int, slow: float, looks: int, vary: float 
 def named(draw: random.Random, slow: float, vary: float) -> str:
     """Of one run: "right", "wrong" or "nobody"."""
     found = drawn(draw, draw.randint(2, 8), slow, LOOKS, vary)
-    if not found.is_certain or found.found is None:
+    if found.certain is None:
         return "nobody"
-    return "right" if found.found.node == "n0" and slow > 1 else "wrong"
+    return "right" if found.certain.node == "n0" and slow > 1 else "wrong"
 
 
 def main() -> None:
