@@ -419,11 +419,11 @@ class Loop:
         self._asked = self._left_by = None
         validation.check_stage(self._stage, "step")
         validation.check_not_paused("step", is_paused=bool(self._page.pausing_ns))
-        validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
-        validation.check_fed(has_batch=self._fed or self._draws_itself, sampler=self._state.sampler)
+        second = self._share is None if self._fed else self._share is not None or self._ended
+        validation.check_alone(in_step=self._undo.in_step, second=second)
+        validation.check_fed(has_batch=self._fed or self._draws_itself)
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
-            self._pass_on()
             self._begin(WHOLE)
         if self._redo:
             self._forget_between()
@@ -651,8 +651,8 @@ class Loop:
     def _interrupted(self) -> None:
         """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
         self._weighting.end()
-        self._share = None
-        if self._undo.stepped:
+        share, self._share = self._share, None
+        if self._undo.stepped and share is not None:  # Else the step has counted at the end of its block.
             self._stage = "broken"
         elif self._undo.open:
             self._undo.put_back_gradients()

@@ -18,8 +18,8 @@ def check_counts(total: object, max_steps: object, where: str) -> None:
 def check_stage(stage: str, where: str) -> None:
     """Raises ConfigError when the Loop is not inside its epochs."""
     if stage == "broken":
-        what, got = "this Loop was left by an exception", "a step that the optimizer took and nobody counted"
-        remedy = "Make a new Loop: it goes on from the newest checkpoint"
+        what, got = "this Loop was left in the middle of a step", "one that the optimizer took and nobody counted"
+        remedy = "End batches early by `break`, not by islice or zip, and after an exception make a new Loop"
         raise ConfigError(what, where, got=got, remedy=remedy)
     if stage != "running":
         remedy = "Use it inside `for epoch in loop.epochs(...)` or `for step in loop.steps(...)`"
@@ -44,12 +44,12 @@ def check_left(error: BaseException | None, step: int) -> None:
 
 
 def check_alone(*, in_step: bool, second: bool) -> None:
-    """Raises ConfigError for a step inside a step, and for a second one with the same batch."""
+    """Raises ConfigError for a step inside a step, and for a second one with the same batch, or number."""
     if in_step:
         raise ConfigError("a step inside a step", "step", expected="one `with loop.step():` at a time")
     if second:
-        remedy = "Put both into one block"
-        raise ConfigError("a second step with the same batch", "step", expected="one", remedy=remedy)
+        expected, remedy = "one for each batch of loop.batches, or number of loop.steps", "Put both into one block"
+        raise ConfigError("a second step with the same batch", "step", expected=expected, remedy=remedy)
 
 
 def check_not_paused(where: str, *, is_paused: bool) -> None:
@@ -59,12 +59,12 @@ def check_not_paused(where: str, *, is_paused: bool) -> None:
         raise ConfigError(what, where, expected="it between them", remedy=remedy)
 
 
-def check_fed(*, has_batch: bool, sampler: object) -> None:
-    """Raises ConfigError for a step without a batch of `loop.batches`, in a Loop whose `sampler` counts batches."""
-    if not has_batch and sampler is not None:
-        remedy = "Write `for batch in loop.batches(loader):`, or loop.steps and a Loop without a sampler"
-        what, got, expected = "a step without a batch", f"{type(sampler).__name__} in this Loop", "one of loop.batches"
-        raise ConfigError(what, "step", got=got, expected=expected, remedy=remedy)
+def check_fed(*, has_batch: bool) -> None:
+    """Raises ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be done again."""
+    if not has_batch:
+        expected = "one in the body of `for batch in loop.batches(loader):`"
+        remedy = "Where the script draws its data itself write `for step in loop.steps(total):`"
+        raise ConfigError("a step without a batch", "step", expected=expected, remedy=remedy)
 
 
 def check_outside(*, in_step: bool, function: object) -> None:
