@@ -49,7 +49,8 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     worker = agent_client.worker_env()  # Of the generation that it is in now.
     hosts_store = worker.rank == 0 and worker.world_size > 1
     host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
-    shutdown.leave(code, names, host)
+    failed = code not in (0, HANDED_OVER_CODE) and worker.has_agent and not is_fork
+    shutdown.leave(code, names, host, limited=failed)
 
 
 def _imported_since(marker: str) -> list[str]:

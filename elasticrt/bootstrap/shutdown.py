@@ -14,6 +14,7 @@ import socket
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,6 +32,10 @@ from elasticrt.ipc.proc import ports_of, sockets_of
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 _IN_FORM = re.compile(r"[^()]+ \([^()]+\)")
 """How our own messages begin: see `errors.explain`."""
+
+FAILED_S = 3.0
+"""How long a process may take to end that has failed. Its peers stand still meanwhile, and a thread of the script's,
+or a process that it has started, may run on for as long as it likes."""
 
 CONNECTING_S = 1.0
 """How long a peer may still be connecting to a process whose script has ended already."""
@@ -102,7 +107,7 @@ _last_steps: list[Callable[[], object]] = []
 """What the last exit hook does: nothing until `leave` has been called."""
 
 
-def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None) -> NoReturn:
+def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None, *, limited: bool = False) -> NoReturn:
     """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
 
     The interpreter joins threads and runs exit hooks. The last hook (see `arrange`) destroys the objects that the
@@ -118,8 +123,11 @@ def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None)
         names: modules to destroy.
         host: after a success, the link of a worker that hosts its group's store. It waits until the group has ended, or
             its agent is gone. Peers that take longer find this process gone from their collectives.
+        limited: whether the process ends after FAILED_S at the latest.
     """
     _spare_torch()
+    if limited:
+        threading.Thread(target=_end_late, args=[code], daemon=True).start()
     _last_steps.append(partial(_end, code, names, host))
     sys.exit(1)  # The code if the last step fails. Otherwise that ends the process with `code`.
 
@@ -137,10 +145,22 @@ def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
     ctypes.CDLL(None).fflush(None)
     if code == 0 and host is not None:
         host.linger(0, CONNECTING_S, _leave_groups)  # Others may still need the store in this process.
+    _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
+
+
+def _end_late(code: int) -> NoReturn:
+    time.sleep(FAILED_S)
+    others = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    what = f"threads that run on: {', '.join(others)}" if others else "what the script does at its end goes on"
+    os.write(2, f"elasticrt: this worker has failed {FAILED_S:g} s ago, and ends now ({what})\n".encode())
+    _end_now(code)
 
 
 def _show(error: BaseException, about: object) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Everybody calls it DDP.
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +34,7 @@ from elasticrt.ipc.failure import LET_GO_NEVER, is_collateral, is_of_a_collectiv
 from elasticrt.ipc.messages import Left
 from elasticrt.ipc.status_page import IN_PLACE, READY
 from elasticrt.train.batches import AnySampler, samplers_of
+from elasticrt.train.not_given import not_given
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
@@ -132,11 +132,8 @@ class InPlace:
             return f"the process group's backend is {self._backend}"
         if regroup.has_subgroups() and not self._renews():
             return "the script has made a process group of its own, and not in loop.on_change"
-        known = [layer for layer, _ in self._layers]
-        # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
-        if any(issubclass(type(each), DDP) and all(each is not layer for layer in known) for each in gc.get_objects()):
-            return "there is a DDP module that was not given to the Loop"
-        return next((text for layer in self._layers if (text := regroup.obstacle(*layer, self._given))), "")
+        missing = not_given(self._given, [layer for layer, _ in self._layers])
+        return missing or next((text for layer in self._layers if (text := regroup.obstacle(*layer, self._given))), "")
 
     def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
         """Whether `error` only says that this generation has lost a rank. If so, it is reported to the agent.

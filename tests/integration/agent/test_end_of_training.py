@@ -139,3 +139,36 @@ def test_the_steps_of_a_script_with_two_loops_are_those_of_the_run(tmp_path: Pat
         run.start("n0")
         assert run.ended() == {"n0": 1}, run.story()
         assert to_go_on(read(run.run_dir)).startswith("step 10 is saved; to go on")
+
+
+RUNS_ON = """
+import multiprocessing, sys, threading, time
+from pathlib import Path
+import torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", every="1000 steps", model=model, optimizer=optimizer)
+kinds = {"thread": threading.Thread, "process": multiprocessing.Process}
+for step in loop.steps(20):
+    with loop.step():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 10 and ctx.rank == 1 and ctx.generation == 1:
+            kinds[sys.argv[1]](target=time.sleep, args=[1000]).start()
+            raise ValueError("a bad sample")
+"""
+
+
+@pytest.mark.parametrize("what", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_what_runs_on_after_an_error_does_not_keep_the_others(tmp_path: Path, what: str) -> None:
+    """W02: Python waits for threads and processes of a script that has failed; its worker ends all the same."""
+    (tmp_path / "train.py").write_text(RUNS_ON)
+    with Cluster(tmp_path, f"runs-on-{secrets.token_hex(4)}", ["--nproc-per-node", "2"], ["train.py", what]) as run:
+        agent = run.start("n0")
+        assert run.ended(60) == {"n0": 0}, run.story()
+        assert "ValueError: a bad sample" in agent.text()
+        assert "this worker has failed 3 s ago, and ends now" in agent.text(), run.story()
+        assert [event["in_place"] for event in run.events("generation")][:2] == [False, True], run.story()

@@ -1,0 +1,59 @@
+"""What belongs to a Loop's modules and was not given to it, so that newcomers would have another one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Everybody calls it DDP.
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+
+
+def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
+    """A DDP module, an optimizer or a scheduler that is not among the `given` objects, in words; "": there is none.
+
+    `layers`: the DDP modules among them. What is inside of a given object, as a scheduler in a SequentialLR, is known.
+    """
+    # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
+    known = [id(each) for each in layers]
+    if any(issubclass(type(each), DDP) and id(each) not in known for each in gc.get_objects()):
+        return "there is a DDP module that was not given to the Loop"
+    found = _strangers(given)
+    if found:
+        gc.collect()  # It may be one that the script has let go of, in a cycle.
+        found = _strangers(given)
+    return f"there is {found} that was not given to the Loop" if found else ""
+
+
+def _strangers(given: Sequence[object]) -> str:
+    modules = [each for each in given if isinstance(each, torch.nn.Module)]
+    parameters = {id(each) for module in modules for each in module.parameters()}
+    known: set[int] = set()
+    to_see = list(given)
+    while to_see:
+        each = to_see.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            to_see += _parts(each)
+    alive = gc.get_objects()
+    for each in alive:
+        if issubclass(type(each), torch.optim.Optimizer) and id(each) not in known:
+            groups = vars(each).get("param_groups", ())
+            if any(id(parameter) in parameters for group in groups for parameter in group["params"]):
+                return "an optimizer of its parameters"
+    for each in alive:
+        if issubclass(type(each), _SCHEDULERS) and id(each) not in known and id(vars(each).get("optimizer")) in known:
+            return "a scheduler of its optimizer"
+    return ""
+
+
+def _parts(holder: object) -> list[object]:
+    """The optimizers in a given optimizer, and the schedulers in a given scheduler."""
+    kinds = _SCHEDULERS if isinstance(holder, _SCHEDULERS) else torch.optim.Optimizer
+    if not (isinstance(holder, _SCHEDULERS) or hasattr(holder, "param_groups")):
+        return []
+    values = (value if isinstance(value, (list, tuple)) else [value] for value in vars(holder).values())
+    return [each for some in values for each in some if isinstance(each, kinds)]
