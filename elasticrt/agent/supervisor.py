@@ -141,7 +141,7 @@ class Supervisor:
         beside = 0 if evaluates == EVALUATES else len(self.pages.ready_beside(self._joining.ranks))
         living = {
             "ready": len(able) + beside,
-            "beside": beside,
+            "new": beside + self.pages.new(state, able),
             "has_state": self.pages.have_state(state, able),
         }
         seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.

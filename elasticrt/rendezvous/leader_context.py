@@ -238,10 +238,10 @@ def publish(
     least = max(1, 0 if waits else led.spec.min_nodes)
     ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
     having = {entry.record.incarnation for entry in survivors(view)}
-    stay = [entry for entry in ready if entry.record.incarnation in having]
+    stay = [_with(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
+    stay = [entry for entry in stay if entry.record.ready]
     if kind in ("failure", "lost") and led.may_evaluate and len(stay) >= least:
-        # Newcomers could not make the evaluation again with them.
-        ready = [_with(entry, {"ready": entry.record.ready - entry.record.beside}) for entry in stay]
+        ready = stay  # Newcomers could not make the evaluation again with them.
     in_place = len(ready) >= least
     # In place those that have the state come first, so that one of them gets in.
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
@@ -367,12 +367,12 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
-        newer = report.record.model_dump(include={"ready", "beside", "has_state"})
+        newer = report.record.model_dump(include={"ready", "new", "has_state"})
         return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
     seat = view.seat_of(entry.record)
     if seat is not None and _goes_on_unheard(view, entry):
         ready = max(entry.record.ready, seat.workers)
-        return _with(entry, {"ready": ready, "beside": ready - seat.workers})
+        return _with(entry, {"ready": ready, "new": max(entry.record.new, ready - seat.workers)})
     return entry
 
 

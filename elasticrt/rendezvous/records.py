@@ -114,9 +114,9 @@ class Member(Record):
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
     `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
-    the present one, or have set up beside it, as `beside` of them have; `has_state`: whether one of them has the state.
-    `goes_on`: written by the leader, which sees all members: the generation of which workers can go on, on whichever
-    node; 0 when it sees none.
+    the present one, or have set up beside it; `new`: how many of those have never had the run's state; `has_state`:
+    whether one has the present one. `goes_on`: written by the leader, which sees all members: the generation of which
+    workers can go on, on whichever node; 0 when it sees none.
     `ended`: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
     ended well. `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store,
     should this member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for
@@ -135,7 +135,7 @@ class Member(Record):
     draining: bool = False
     generation: Count = 0
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
-    beside: Count = 0
+    new: Count = 0
     has_state: bool = False
     goes_on: Count = 0
     ended: tuple[Name, ...] = Field(default=(), strict=False, max_length=2)
@@ -251,7 +251,7 @@ class Report(Record):
     "ok" what others may resume from, should one of them still fail.
     `handover` is the create revision of the record that asked for it.
 
-    `ready`, `beside`, `has_state`: as in `Member`. `evaluates`: a worker is in an evaluation that is made again, or may
+    `ready`, `new`, `has_state`: as in `Member`. `evaluates`: a worker is in an evaluation that is made again, or may
     come to one before its next step.
 
     `well` is the global rank of the first worker that ended well, with "finishing" and "ok".
@@ -266,7 +266,7 @@ class Report(Record):
     entered: Count = 0
     memory: Copy | None = None
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
-    beside: Count = 0
+    new: Count = 0
     has_state: bool = False
     evaluates: bool = False
     well: Count | None = None

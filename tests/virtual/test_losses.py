@@ -156,27 +156,26 @@ def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
 
 
 @pytest.mark.parametrize(
-    ("where", "reported", "least", "workers"),
+    ("where", "reported", "half_made", "least", "workers"),
     [
-        pytest.param({}, {}, 1, {"n0": 2, "n2": 2, "n3": 1}, id="in a step"),
-        pytest.param({"evaluates": True}, {}, 1, {"n0": 1, "n2": 1}, id="in an evaluation"),
-        pytest.param({"may_evaluate": True}, {}, 1, {"n0": 1, "n2": 1}, id="behind a step"),
-        pytest.param({}, {"evaluates": True}, 1, {"n0": 1, "n2": 1}, id="behind a step on the lost worker's node"),
-        pytest.param(
-            {"evaluates": True}, {}, 3, {"n0": 2, "n2": 2, "n3": 1}, id="in an evaluation, with too few nodes"
-        ),
+        pytest.param({}, {}, "", 1, {"n0": 2, "n2": 2, "n3": 1}, id="in a step"),
+        pytest.param({"evaluates": True}, {}, "", 1, {"n0": 1, "n2": 1}, id="in an evaluation"),
+        pytest.param({"may_evaluate": True}, {}, "", 1, {"n0": 1, "n2": 1}, id="behind a step"),
+        pytest.param({"evaluates": True}, {}, "n2", 1, {"n0": 1, "n2": 1}, id="one in the middle of its step"),
+        pytest.param({}, {"evaluates": True}, "", 1, {"n0": 1, "n2": 1}, id="behind a step on the lost worker's node"),
+        pytest.param({"evaluates": True}, {}, "", 3, {"n0": 2, "n2": 2, "n3": 1}, id="with too few nodes"),
     ],
 )
 def test_newcomers_wait_for_an_evaluation(
-    where: dict[str, bool], reported: dict[str, bool], least: int, workers: dict[str, int]
+    where: dict[str, bool], reported: dict[str, bool], half_made: str, least: int, workers: dict[str, int]
 ) -> None:
     """W02: neither a node that stands by nor a worker that is ready beside the training takes a lost worker's place
-    while others evaluate, unless it is needed."""
+    while others evaluate, unless it is needed. Who takes their step over, because its own is half made, does."""
     world = running(3, min_nodes=least, max_nodes=3, join="failure")
     world.add("n3")
     for name, member in world.members.items():
         seated = name != "n3"
-        known = {"generation": int(seated), "ready": 1 + seated, "beside": 1, "has_state": seated}
+        known = {"generation": int(seated), "ready": 1 + seated, "new": 1, "has_state": seated and name != half_made}
         record = member.me.record.model_copy(update=known)
         member.me = replace(member.me, record=record, **(where if seated else {}))
     world.settle()
