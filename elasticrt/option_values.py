@@ -25,6 +25,13 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 
 
+def some_text(text: str) -> str:
+    """Any text but an empty one: where a shell's variable is not set, no default may be meant instead."""
+    if not text:
+        raise ValueError("some text")
+    return text
+
+
 @dataclass(frozen=True)
 class Option:
     """How one option is given and shown."""
@@ -34,7 +41,7 @@ class Option:
     spelled: str
     initial: Any  # Its value where nothing is given.
     text: str  # What it does, for `--help` and docs/commands.md; "" hides the option.
-    parse: Callable[[str], Any] = str  # Text to value.
+    parse: Callable[[str], Any] = some_text  # Text to value.
     default: str = ""  # The default in words, where `initial` does not say it.
     section: str = ""  # The heading of `--help` that it is below.
     also: tuple[str, ...] = ()  # Variables to read besides ELASTICRT_<NAME> and torchrun's.
@@ -62,7 +69,7 @@ class Option:
         return f"{self.text} (default: {default})" if default else self.text
 
 
-def option(spelled: str, initial: Any, text: str, parse: Callable[[str], Any] = str, **how: Any) -> Any:
+def option(spelled: str, initial: Any, text: str, parse: Callable[[str], Any] = some_text, **how: Any) -> Any:
     """A field of a dataclass of options; the arguments are those of `Option`."""
     return field(default=initial, metadata={"option": Option(spelled, initial, text, parse, **how)})
 

@@ -20,7 +20,6 @@ from elasticrt.agent.console import Console
 from elasticrt.agent.doing import doing
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop, Side
-from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import CLOSE_S, Membership
@@ -117,7 +116,6 @@ class Agent(Side):
 
     def run(self) -> int:
         """Take part in the run until it ends, or until a signal tells this agent to leave. Returns the exit code."""
-        allow_files(self.settings.workers, self.spec.max_nodes)
         check_loopback()
         for number in self.settings.options.signals:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.

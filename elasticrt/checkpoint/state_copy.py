@@ -121,10 +121,13 @@ class Copier:
             return self.copy(value)
         except _UnfitError as unfit:
             kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
-            expected = "whole tensors, numbers, texts, and lists, tuples or dicts of them"
+            expected = "whole tensors, numbers, texts, and lists, plain tuples or dicts of them"
             remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
             if unfit.place.startswith(_VARS):
-                at, remedy = "loop.vars" + unfit.place.removeprefix(_VARS), "Keep an array as a tensor or a list"
+                at, remedy = (
+                    "loop.vars" + unfit.place.removeprefix(_VARS),
+                    "Keep a tensor, a list or a dict",
+                )
             got = f"{kind.__module__}.{kind.__qualname__}"
             raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 
@@ -139,7 +142,7 @@ class Copier:
             return self._mapping(value)
         if isinstance(value, list):
             return [self.copy(item) for item in value]
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):  # A named one would come back without its names.
             return tuple([self.copy(item) for item in value])
         if isinstance(value, set):
             return {self.copy(item) for item in value}

@@ -154,7 +154,12 @@ def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) 
     shown = ["unlimited" if each < 0 else f"{each:,}" for each in (files, processes, locked)]
     return _judged(
         "open files {}, processes {}, locked memory {}".format(*shown),
-        (0 <= files < needed, "fail", f"; an agent needs {needed:,} open files", "Raise ulimit -n"),
+        (
+            0 <= files < needed,
+            "fail",
+            f"; of many nodes each agent opens {needed:,}",
+            "Raise ulimit -n",
+        ),
         (0 <= processes < 1024, "warn", "; threads count as processes", "Raise ulimit -u"),
         (rdma and locked >= 0, "warn", "; RDMA locks more", "Set ulimit -l unlimited"),
     )

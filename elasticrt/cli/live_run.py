@@ -167,8 +167,9 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
         raise has_ended(run_id, state(story), another)
     run_dir.check_events(directory)
     raise ConfigError(
-        "no agent of this run is on this machine",
+        "nothing tells here where the etcd of this run is",
         f"run {run_id}",
-        expected="one that lives, or --etcd",
-        remedy=another or "Check its name (`elasticrt runs`), or name the etcd of a run elsewhere with --etcd",
+        got=f"no events in {directory}, and no etcd that agents have started for it",
+        expected="its name, as `elasticrt runs` has it",
+        remedy=another or "Name the directory of its logs with --log-dir, or its etcd with --etcd",
     )

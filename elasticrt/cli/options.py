@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from elasticrt.cli.slurm import Slurm
 from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import NODES_MAX, Option, options_of, yes_or_no
+from elasticrt.option_values import NODES_MAX, Option, options_of, some_text, yes_or_no
 from elasticrt.run_options import EtcdOptions, RunOptions
 
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
@@ -79,7 +79,8 @@ def declare_refused(parser: argparse.ArgumentParser) -> None:
 
 def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
     """Add RUN and --log-dir; `default`: which run is meant without RUN."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"the run's id, or its directory (default: {default})")
+    text = f"the run's id, or its directory (default: {default})"
+    parser.add_argument("run", metavar="RUN", nargs="?", type=parsed(some_text, "RUN", parser.prog), help=text)
     declare_log_dir(parser)
 
 
@@ -88,12 +89,13 @@ def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     names = variables(options_of(RunOptions)["log_dir"])
     log_dir = log_place(next((os.environ[name] for name in names if os.environ.get(name)), RunOptions.log_dir))
     text = f"where runs keep their logs (default: {log_dir})".replace("%", "%%")
-    complete_files(parser.add_argument("--log-dir", metavar="DIR", type=log_place, default=log_dir, help=text))
+    place = parsed(log_place, "--log-dir", parser.prog)
+    complete_files(parser.add_argument("--log-dir", metavar="DIR", type=place, default=log_dir, help=text))
 
 
 def log_place(log_dir: str) -> str:
     """Where runs keep their directories. --log-dir /dev/null drops workers' output only: events need a directory."""
-    return RunOptions.log_dir if log_dir == os.devnull else log_dir
+    return RunOptions.log_dir if log_dir == os.devnull else some_text(log_dir)
 
 
 def complete_files(action: argparse.Action) -> None:

@@ -15,7 +15,7 @@ from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import added
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
-from elasticrt.option_values import host_and_port, whole
+from elasticrt.option_values import host_and_port, some_text, whole
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.board import board
@@ -60,7 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     text = "show how a run went: where its time went, what changes cost"
     made = _command(subparsers, "report", show, text, REPORT, run=True)
-    made.add_argument("--html", metavar="FILE", help="write it to FILE, as the page of the dashboard")
+    path = parsed(some_text, "--html", made.prog)
+    made.add_argument("--html", metavar="FILE", type=path, help="write it to FILE, as the page of the dashboard")
     runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     runs.add_argument("--json", action="store_true", help="print an object of JSON for each")
     text = "show the runs of this machine on a page of a browser, until interrupted"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from elasticrt.agent.file_limits import allow_files
 from elasticrt.cli.configure import ORDER, configure
 from elasticrt.cli.options import add_command, check_refused, complete_files, declare_refused, given, read, words
 from elasticrt.cli.slurm import Slurm, alone
@@ -100,6 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]),
         shared_options=words_given(arguments, os.environ, without=OWN),
     )
+    allow_files(settings.workers, spec.max_nodes)
     from elasticrt.agent.agent import Agent
 
     hurry()

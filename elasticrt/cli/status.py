@@ -95,7 +95,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     if result is not None:
         said = f"{result.status}: {result.reason}"
     elif not members:
-        said = state(story) if story is not None and over else "no node is here: they are leaving, or lost"
+        said = state(story) if story is not None and over else "no node answers: they are leaving, stopped, or lost"
     elif len(members) < needed and (waits or not any(member.generation for member in members)):
         said = f"waits for {counted(needed - len(members), 'more node')}{waited}"
         said += f"; gives up in {lasted(spec.spec.join_timeout_s - (now - since))}" if since is not None else ""

@@ -59,10 +59,10 @@ class MeetingFlags:
 
     rdzv_backend: str = _flag(
         "--rdzv-backend WORD", "", "static and c10d: the machine of --rdzv-endpoint serves an etcd there; elasticrt "
-        "and etcd-v3: an etcd runs there", own=True,
+        "and etcd-v3: an etcd runs there", str, own=True,
     )  # fmt: skip
     rdzv_endpoint: str = _flag(
-        "--rdzv-endpoint HOST:PORT", "", "where the agents meet; the others wait until it is served", own=True
+        "--rdzv-endpoint HOST:PORT", "", "where the agents meet; the others wait until it is served", str, own=True
     )
 
     def placed(self, options: E) -> E:

@@ -17,10 +17,8 @@ NODES_SHOWN = 4
 
 PHASES_SHOWN = 3
 PHASE_S_MIN = 0.005
-CHANGES_SHOWN = 12
 FAILURES_SHOWN = 3
 CAUSE_SHOWN = 72
-HAPPENED_SHOWN = 40
 LINE_SHOWN, DATE_WIDTH = 120, 21
 
 
@@ -188,22 +186,16 @@ def share(spent_s: float, total_s: float) -> str:
 
 
 def generation_table(story: Story) -> list[str]:
-    """A row for each generation with its cost; if there are very many, for the first and the last ones."""
+    """A row for each generation with its cost."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
-    left_out, first = len(story.chapters) - CHANGES_SHOWN, 0
-    for place, chapter in enumerate(story.chapters):
-        if left_out > 0 and 1 <= place <= left_out:
-            continue
+    for chapter in story.chapters:
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
         redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
         cause, *more = textwrap.wrap(chapter.cause, CAUSE_SHOWN) or [""]
         rows.append((str(chapter.number), cause, *counts, pause, redone, longest(chapter)))
         rows += [("", part, "", "", "", "", "", "") for part in more]
-        first = len(rows) if place == 0 else first
-    lines = table(rows)
-    between = [f"... {counted(left_out, 'generation')} ..."] if left_out > 0 else []
-    return [*lines[: first + 1], *between, *lines[first + 1 :]]
+    return table(rows)
 
 
 def longest(chapter: Chapter) -> str:
@@ -227,11 +219,9 @@ def failure_lines(story: Story) -> list[str]:
 
 
 def happened_lines(story: Story, now: float | None = None) -> list[str]:
-    """What happened, with its time; if that is very much, the first and the last of it."""
+    """What happened, with its time."""
     happened_at = ((datetime.fromtimestamp(each.at, timezone.utc), each.text) for each in happened(story, now))
-    told, half = [f"{at:%F %T}  {text}" for at, text in happened_at], HAPPENED_SHOWN // 2
-    if len(told) > HAPPENED_SHOWN:
-        told = [*told[:half], f"... {len(told) - 2 * half} more ...", *told[-half:]]
+    told = [f"{at:%F %T}  {text}" for at, text in happened_at]
     lines = [part for each in told for part in textwrap.wrap(each, LINE_SHOWN, subsequent_indent=" " * DATE_WIDTH)]
     return ["what happened (UTC)", *lines] if lines else []
 

@@ -128,7 +128,6 @@ SLOW: tuple[Case, ...] = (
     ("compiled_inside", 2, 12, "backward"),
     ("norm_of_all", 1, 10, "forward"),
     ("drawn_by_rank", 1, 10, "backward"),
-    ("drawn_in_epochs", 2, 10, "stepped"),
     ("strided", 1, 12, "backward"),
     ("without_sampler", 1, 12, "backward"),
     ("frozen", 0, 8, "begin"),

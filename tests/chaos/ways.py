@@ -761,28 +761,6 @@ def drawn_by_rank(trial: Trial) -> None:
     trial.end(model)
 
 
-def drawn_in_epochs(trial: Trial) -> None:
-    """Steps by hand inside epochs."""
-    ctx = elasticrt.init()
-    data = Numbers()
-    model = DDP(net())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loop = trial.loop(model=model, optimizer=optimizer)
-    torch.manual_seed(7)
-    for epoch in loop.epochs(EPOCHS):
-        while loop.steps_done < (epoch + 1) * STEPS // EPOCHS:
-            with loop.step():
-                trial.at("begin")
-                chosen = torch.randint(SAMPLES, (BATCH,)).chunk(ctx.world_size)[ctx.rank]
-                F.mse_loss(model(data.x[chosen]), data.y[chosen]).backward()
-                trial.at("backward")
-                optimizer.step()
-                trial.at("stepped")
-                optimizer.zero_grad()
-            trial.done(epoch=epoch)
-    trial.end(model)
-
-
 def strided(trial: Trial) -> None:
     """ElasticDistributedSampler: DistributedSampler's shape."""
     data, _, model, optimizer = parts()
@@ -827,7 +805,7 @@ WAYS: dict[str, Callable[[Trial], None]] = {
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
         two_optimizers,
         accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, changed_since, in_a_closure,
-        outside, simple, compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
+        outside, simple, compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, strided,
         without_sampler, frozen,
         caught, caught_and_stepped, grouped, scheduled_after, streamed, wrapped_anew,
     )

@@ -130,5 +130,5 @@ def test_no_such_run(tmp_path: Path) -> None:
     """Exit code 2, and what to give."""
     done = stop(tmp_path, "nobody-here")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no agent of this run is on this machine (run nobody-here)" in done.stderr
+    assert "nothing tells here where the etcd of this run is (run nobody-here)" in done.stderr
     assert "the etcd of a run elsewhere with --etcd" in done.stderr

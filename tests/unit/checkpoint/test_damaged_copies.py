@@ -29,10 +29,9 @@ def _script(directory: Path) -> tuple[nn.Module, Loop]:
 def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
     """The state of a loop as the agent keeps it, in a memory file, after 3 steps."""
     model, loop = _script(directory)
-    for _ in loop.epochs(1, max_steps=3):
-        for _ in range(3):
-            with loop.step(), torch.no_grad():
-                next(model.parameters()).add_(1.0)
+    for _ in loop.steps(3):
+        with loop.step(), torch.no_grad():
+            next(model.parameters()).add_(1.0)
         snapshot = Snapshot(loop._state.collect())
     fd = os.memfd_create("copy")
     size, digest = snapshot.write_to(fd)
@@ -118,10 +117,10 @@ def test_a_state_from_a_copy_is_saved_at_once(tmp_path: Path, monkeypatch: pytes
     agent = Agent()
     with _copied(tmp_path / "before") as (fd, copy), under(agent, monkeypatch, copy=copy, state_fd=fd):
         model, loop = _script(tmp_path / "after")
-        for _ in loop.epochs(2):
+        for step in loop.steps(9):
             with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
-            with loop.step():
+            if step == 4:
                 loop._saving.checkpointer.wait()
                 assert [message.commit["step"] for message in agent.of(Save)] == [4]
-            break
+                break

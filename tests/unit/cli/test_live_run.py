@@ -131,9 +131,9 @@ def test_a_run_whose_agents_are_elsewhere(capsys: pytest.CaptureFixture[str]) ->
     """Its socket is of no use here: `stop` asks for --etcd, and `status` says that the directory alone has told it."""
     _run("far-finch", lives=False, pid=os.getpid(), machine="another machine")
     assert main(["stop", "far-finch", "--log-dir", "runs"]) == 2
-    assert "no agent of this run is on this machine (run far-finch)" in capsys.readouterr().err
+    assert "nothing tells here where the etcd of this run is (run far-finch)" in capsys.readouterr().err
     assert main(["status", "far-finch", "--log-dir", "runs"]) == 0
-    assert "told by its directory alone: no agent of this run is on this machine" in capsys.readouterr().out
+    assert "told by its directory alone: nothing tells here where the etcd of this run is" in capsys.readouterr().out
 
 
 def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
