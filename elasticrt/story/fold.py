@@ -245,6 +245,7 @@ class Story:
         self._courses: dict[int, Course] = {}  # By generation.
         self._short: dict[int, tuple[tuple[int, ...], bool]] = {}  # See `_was_short`.
         self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)  # Those with a finding.
+        self._done_before = 0  # The number of chapters of attempts that have succeeded, before the present one.
         self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
 
     @property
@@ -456,6 +457,9 @@ class Story:
         self.etcd = event.etcd  # A run that goes on may meet elsewhere.
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
         self._begin_life(record.node, event.pid, record.at, at)
+        if self.succeeded:  # It is run `--again`: no step of the attempt before is done again, but made anew.
+            self._done_before, self.step = len(self.chapters), 0
+            self.checkpoint, self.checkpoint_at = 0, None
         self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
 
     def _begin_life(self, node: str, pid: int, started_at: float, at: float) -> None:
@@ -486,7 +490,8 @@ class Story:
                 cause, kind = self._why_anew(before, event, at)
             if stand is not None:
                 cause = self._hung(stand, cause, at)
-            step = before.reached if before.first_step is not None else before.step_before
+            if len(self.chapters) > self._done_before:
+                step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
             if event.kind in ("failure", "lost", "drain") and follows is not None:
                 known_nodes = frozenset(follows)
