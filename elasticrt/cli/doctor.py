@@ -20,7 +20,7 @@ from elasticrt.cli.options import add_command, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS
 from elasticrt.ipc.std_streams import keep_last_line, write
-from elasticrt.option_values import host_and_port, option
+from elasticrt.option_values import option
 from elasticrt.run_options import EtcdOptions
 
 
@@ -30,13 +30,6 @@ class DoctorOptions(EtcdOptions):
 
     local_addr: str | None = option("--local-addr ADDRESS", None, "this node's address, as for `run`")
     checkpoint: Path | None = option("--checkpoint DIR", None, "look at this checkpoint directory as well", Path)
-    listen: bool = option("--listen", False, "let other machines try to reach this one, for ten minutes")
-    peer: tuple[str, int] | None = option(
-        "--peer HOST:PORT",
-        None,
-        "try to reach the machine where `doctor --listen` runs, and to be reached by it",
-        host_and_port("--peer"),
-    )
     json: bool = option("--json", False, "a JSON object in each line")
 
 
@@ -56,12 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
         from elasticrt.cli import doctor_looks
         from elasticrt.cli.doctor_findings import line
 
-        if options.listen:
-            show("")
-            doctor_looks.answer_peers(doctor_looks.own_address(options)[0])
-            return EXIT_OK
         failed = False
-        for title, look in (doctor_looks.LOOKS if options.peer is None else {"peer": doctor_looks.peer}).items():
+        for title, look in doctor_looks.LOOKS.items():
             show(f"looking at: {title}")
             for name, finding in doctor_looks.looked(title, look, options):
                 said = json.dumps({"check": name, **vars(finding)}) if options.json else line(name, finding)

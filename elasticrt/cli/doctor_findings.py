@@ -214,19 +214,3 @@ def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
     """A pod: the bytes of memory that its processes may still use, and its CPUs."""
     said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
     return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))
-
-
-def peer(where: str, errors: Mapping[str, str], *, seen_as: str, own: str, rtt_s: float, ahead_s: float) -> Finding:
-    """Whether this machine and the one `where` reach each other: for each way tried why it did not go, or "".
-
-    `seen_as`, `own`: this machine's address as the other sees it, and as it has it. `ahead_s`: of our clock.
-    """
-    failed = [f"{way}: {error}" for way, error in errors.items() if error]
-    times = f"an answer takes {_ms(rtt_s)}, clocks {abs(ahead_s):.1f} s apart"
-    return _judged(
-        f"{where} and {own}: {len(errors)} ports tried, {times}",
-        (failed, "fail", f"; {'; '.join(failed)}", "Let nodes reach each other at all ports that kernels give out"),
-        (seen_as != own, "fail", f"; it sees {seen_as} instead", "Use a network that translates no addresses"),
-        (rtt_s > 0.05, "warn", "; far apart for training", "Choose nodes near each other"),
-        (abs(ahead_s) > 2, "warn", "; only times in logs and certificates suffer", "Start chrony on both"),
-    )

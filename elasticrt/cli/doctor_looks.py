@@ -1,8 +1,4 @@
-"""How `elasticrt doctor` looks at a machine. Each look has a deadline; none loads torch into this process.
-
-With --listen and --peer: whether two machines reach each other, both ways, at ports like a run's. Each connection
-carries one question and one answer. The listener connects to no host but the one that asks.
-"""
+"""How `elasticrt doctor` looks at a machine. Each look has a deadline; none loads torch into this process."""
 
 from __future__ import annotations
 
@@ -19,9 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from elasticrt.agent.file_limits import files_needed
@@ -33,27 +27,17 @@ from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.slurm import Slurm
 from elasticrt.ipc.cgroups import available_bytes
-from elasticrt.ipc.proc import gpus, listening, start_of, text_of
-from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.proc import gpus, start_of, text_of
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import is_loopback
-from elasticrt.store.protocol import Address, Put, Store, StoreRefused, Txn, bracketed
+from elasticrt.store.protocol import Address, Put, Store, StoreRefused, Txn
 
 LOOK_S = 120.0
 """What one look may take: torch takes more than a minute to load from a cold disk in the network."""
 
 TIME_ERROR = 5
 """What adjtimex(2) returns for a clock that is not synchronised."""
-
-PORTS = 3
-"""So many ports are tried each way between two machines."""
-
-STEP_S = 3.0
-"""For a connection to one port."""
-
-LISTEN_S = 600.0
-LINE_MAX_BYTES = 4096
 
 TORCH = """
 import json, torch, torch.distributed as dist
@@ -247,18 +231,6 @@ def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         yield "kubernetes", findings.kubernetes(socket.gethostname(), available_bytes(), cpus)
 
 
-def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """The way to the machine where `doctor --listen` runs, and back."""
-    assert options.peer is not None
-    try:
-        yield "peer", ask_peer(*options.peer)
-    except ValueError as error:
-        yield "peer", Finding("fail", str(error), "Copy the line that it prints on the other machine")
-    except OSError as error:
-        remedy = "Start `elasticrt doctor --listen` there, and let nodes reach each other at all ports"
-        yield "peer", Finding("fail", f"{options.peer[0]}:{options.peer[1]}: {error.strerror or error}", remedy)
-
-
 LOOKS: dict[str, Look] = {
     "etcd": etcd,
     "network": network,
@@ -267,63 +239,3 @@ LOOKS: dict[str, Look] = {
     "torch": torch,
     "scheduler": scheduler,
 }
-
-
-# Two machines.
-
-
-def answer_peers(address: str) -> None:
-    """Answer questions at `address`, for ten minutes."""
-    until = time.monotonic() + LISTEN_S
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(listening(address)) for _ in range(1 + PORTS)]
-        asked, *ports = (each.getsockname()[1] for each in sockets)
-        write(sys.stdout, f"on the other machine: elasticrt doctor --peer {bracketed(address)}:{asked}\n")
-        while (left := until - time.monotonic()) > 0:
-            sockets[0].settimeout(left)
-            with suppress(OSError, ValueError, TypeError, KeyError):  # A malformed question gets no answer.
-                connection, (host, *_) = sockets[0].accept()
-                with connection:
-                    connection.settimeout(STEP_S)
-                    wanted = json.loads(connection.makefile("rb").readline(LINE_MAX_BYTES))["ports"]
-                    errors = [_why_not_reached(host, int(port)) for port in wanted[:PORTS]]
-                    answer = {"seen": host, "ports": ports, "errors": errors, "time": time.time()}
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def ask_peer(host: str, port: int) -> Finding:
-    """Whether this machine and the one that listens there reach each other. Raises OSError, ValueError."""
-    times = []
-    for _ in range(5):
-        began = time.monotonic()
-        own, answer = _ask(host, port, [])
-        times.append(time.monotonic() - began)
-    ahead_s = time.time() - answer["time"]
-    with ExitStack() as opened:
-        ours = [opened.enter_context(listening(own)).getsockname()[1] for _ in range(PORTS)]
-        found = dict(zip(ours, _ask(host, port, ours)[1]["errors"], strict=True))
-    errors = {f"from there to {own}:{each}": error for each, error in found.items()}
-    errors |= {f"from here to port {each}": _why_not_reached(host, each) for each in answer["ports"]}
-    rtt_s = sorted(times)[2] / 2  # Once for the connection, once for the answer.
-    return findings.peer(f"{host}:{port}", errors, seen_as=answer["seen"], own=own, rtt_s=rtt_s, ahead_s=ahead_s)
-
-
-def _ask(host: str, port: int, ours: list[int]) -> tuple[str, dict[str, Any]]:
-    """Our address on the way there, and the answer."""
-    with socket.create_connection((host, port), STEP_S) as connection:
-        connection.settimeout(STEP_S * (PORTS + 1))  # It tries one after the other.
-        connection.sendall(json.dumps({"ports": ours}).encode() + b"\n")
-        answer = None
-        with suppress(ValueError):
-            answer = json.loads(connection.makefile("rb").readline(LINE_MAX_BYTES))
-        if not isinstance(answer, dict) or not {"seen", "ports", "errors", "time"} <= answer.keys():
-            raise ValueError(f"something else than `elasticrt doctor --listen` answers there ({host}:{port})")
-        return connection.getsockname()[0], answer
-
-
-def _why_not_reached(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), STEP_S).close()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
