@@ -5,7 +5,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "lease as permission to publish": ("S6", "old news come late"),
     "identity by name": ("S3", "a node that is fenced has been started anew"),
     "no fence on commit": ("S2", "a commit meets the next generation"),
-    "commit by whatever generation is current": ("S2", 249),
+    "commit by whatever generation is current": ("S9", 1506150),
     "no nonce read-back": ("S2", "a generation would be too small"),
     "resume where the last generation did": ("S6", "a node is killed"),
     "everybody leads": ("S1", "a node is killed"),
@@ -15,7 +15,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L6",
         "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
     ),
-    "what went before a leader saw all keys is as old as it was then": ("L7", 1349531),
+    "what went before a leader saw all keys is as old as it was then": (
+        "L7",
+        "all leases are dropped again, and who leads then has seen a key go the first time",
+    ),
     "a member forgets that it did not hear the leader of before": (
         "L4",
         "a member does not hear the leader, and then not the next one either",
@@ -143,7 +146,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node comes back without the state that its last report has told of",
     ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
-    "a key counts, and not the seat that it does not tell of": ("L9", 1333001),
+    "a key counts, and not the seat that it does not tell of": (
+        "L9",
+        "another node loses a worker before a node's key tells of its new seats",
+    ),
     "followers are not told that workers go on": (
         "L1",
         "too few are ready, and a newcomer hears of the survivor only from the leader",
@@ -332,7 +338,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
     "_lead without: last is not None": ("L6", "the restarts are spent, and those that live save first"),
     "_asking_again without: led.now >= again and isinstance(decision, Wait | Publish)": ("L8", "the leader is silent"),
-    "_start without: led.now < settled": ("L6", "a node is killed"),
+    "_start without: led.now < settled": ("L6", "all nodes are lost, and others come"),
     "_after_loss without: led.generation.last is not None": (
         "L6",
         "the run ends, and the leader is lost while they save",
