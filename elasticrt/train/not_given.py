@@ -25,7 +25,7 @@ def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
     if found:
         gc.collect()  # It may be one that the script has let go of, in a cycle.
         found = _strangers(given)
-    return f"there is {found} that was not given to the Loop" if found else ""
+    return f"{found} was not given to the Loop: give it, or newcomers and checkpoints lack its state" if found else ""
 
 
 def _strangers(given: Sequence[object]) -> str:
@@ -43,17 +43,16 @@ def _strangers(given: Sequence[object]) -> str:
         if issubclass(type(each), torch.optim.Optimizer) and id(each) not in known:
             groups = vars(each).get("param_groups", ())
             if any(id(parameter) in parameters for group in groups for parameter in group["params"]):
-                return "an optimizer of its parameters"
+                return f"an optimizer of its parameters ({type(each).__name__})"
     for each in alive:
         if issubclass(type(each), _SCHEDULERS) and id(each) not in known and id(vars(each).get("optimizer")) in known:
-            return "a scheduler of its optimizer"
+            return f"a scheduler of its optimizer ({type(each).__name__})"
     return ""
 
 
 def _parts(holder: object) -> list[object]:
-    """The optimizers in a given optimizer, and the schedulers in a given scheduler."""
-    kinds = _SCHEDULERS if isinstance(holder, _SCHEDULERS) else torch.optim.Optimizer
-    if not (isinstance(holder, _SCHEDULERS) or hasattr(holder, "param_groups")):
-        return []
-    values = (value if isinstance(value, (list, tuple)) else [value] for value in vars(holder).values())
-    return [each for some in values for each in some if isinstance(each, kinds)]
+    """The schedulers in a given scheduler, and both kinds in any other object, such as one around an optimizer."""
+    kinds = _SCHEDULERS if isinstance(holder, _SCHEDULERS) else (torch.optim.Optimizer, *_SCHEDULERS)
+    values = getattr(holder, "__dict__", {}).values()
+    parts = (part for each in values for part in (each if isinstance(each, (list, tuple)) else [each]))
+    return [part for part in parts if issubclass(type(part), kinds)]

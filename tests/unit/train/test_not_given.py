@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,13 @@ def _in_another(made: torch.optim.Optimizer) -> list[object]:
     return [Wrapped(made)]
 
 
-@pytest.mark.parametrize("make", [_alone, _with_a_scheduler, _with_a_chain, _with_a_plateau, _in_another])
+def _in_a_class_of_the_script(made: torch.optim.Optimizer) -> list[object]:
+    return [SimpleNamespace(optimizer=made, schedule=[lr_scheduler.StepLR(made, 1)])]
+
+
+@pytest.mark.parametrize(
+    "make", [_alone, _with_a_scheduler, _with_a_chain, _with_a_plateau, _in_another, _in_a_class_of_the_script]
+)
 def test_what_was_forgotten_is_found(make: Callable[[torch.optim.Optimizer], list[object]]) -> None:
     """All that was given, with what is inside of it, is known; of anything less a newcomer would have another state."""
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
