@@ -89,8 +89,8 @@ class RunOptions(EtcdOptions):
         default="that of the way to etcd", own=True,
     )  # fmt: skip
     max_restarts: int | None = _nodes(
-        "--max-restarts N", None, "restarts after failures, in all; lost and joining nodes cost none",
-        parse.whole(0, 10**6), default=f"{RESTARTS} without a new step",
+        "--max-restarts N", None, "so many restarts after failures in the whole run; lost and joining nodes cost none",
+        parse.whole(0, 10**6), default=f"{RESTARTS} in a row without a new step",
     )  # fmt: skip
     join: Literal["now", "budget", "failure"] = _nodes(
         "--join WHEN", "budget", "when newcomers are let in: now, budget (changes cost at most 5 percent of the time), "

@@ -1,10 +1,11 @@
-"""Why a `for` loop over one of our generators ended early: on purpose, or by an exception.
+"""Why a `for` loop over one of our generators ended early: on purpose, by an exception, or by an iterator around it.
 
 Python closes a generator in the same way (GeneratorExit) after `break`, after `return` and while an exception flies
 past. Only in the first two cases may a training step be counted. The frame that let go of the generator knows: after
 `break` and `return` it stands at the instruction that drops the loop's iterator; under an exception it stands at the
 one that raised. Measured on CPython 3.10 to 3.13, also through enumerate, zip, tqdm and generators of the user's own.
-Anything unknown counts as an exception: a step is then trained again, never counted twice.
+Anything unknown counts as an exception: a step is then trained again, never counted twice. Where an iterator around the
+generator has ended before it, as islice and zip do, the loop's own instruction drops it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ from types import FrameType
 _DROPS = ("POP_TOP", "POP_ITER", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL")
 # Where a generator of the user's stands while it is itself being closed: its own caller knows why.
 _CLOSING = ("YIELD_VALUE", "RESUME")
+
+
+def by_an_iterator(frame: FrameType | None) -> bool:
+    """Whether the generator that runs below `frame` (its caller) is closed because an iterator around it has ended."""
+    if frame is None or frame.f_lasti < 0:
+        return False
+    code, at = frame.f_code.co_code, frame.f_lasti
+    # Python 3.14 drops the iterator two instructions later.
+    return dis.opname[code[at]] == "FOR_ITER" or (at >= 2 and dis.opname[code[at - 2]] == "END_FOR")
 
 
 def on_purpose(frame: FrameType | None) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -87,7 +87,7 @@ class Loop:
         self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None
-        self._stage = "new"  # Then "running" and "over", or "broken".
+        self._stage = "new"  # Then "running" and "over", or "broken" or "cut short".
         self._weighting = Weighting(stateful_objects.values())
         self._undo = Undo(self._state, seeded=seed is not None)
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
@@ -173,7 +173,8 @@ class Loop:
                 try:
                     yield entered
                 except GeneratorExit:
-                    if generator_exit.on_purpose(sys._getframe().f_back):
+                    caller = sys._getframe().f_back
+                    if generator_exit.on_purpose(caller) or generator_exit.by_an_iterator(caller):
                         self._settle()
                         with suppress(Handover):  # Nothing can be raised where a generator is closed.
                             self._end_together()
@@ -316,7 +317,7 @@ class Loop:
             except GeneratorExit:
                 self._fed = False
                 self._page.stepping = 0
-                self._batch_left(on_purpose=generator_exit.on_purpose(sys._getframe().f_back))
+                self._batch_left(sys._getframe().f_back)
                 raise
             if self._pass != number:
                 raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
@@ -342,8 +343,9 @@ class Loop:
         self._page.data_ns += time.monotonic_ns() - since_ns
         return found
 
-    def _batch_left(self, *, on_purpose: bool) -> None:
-        """The script has left `batches`, by `break` or the like if `on_purpose`."""
+    def _batch_left(self, caller: FrameType | None) -> None:
+        """The script has left `batches`; `caller` is the frame that let go of it."""
+        on_purpose = generator_exit.on_purpose(caller)
         if on_purpose:
             self._settle()
         else:
@@ -351,6 +353,8 @@ class Loop:
         # Else a restart at this position begins with another batch, and not with what follows.
         has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
         self._leave_batches(known=on_purpose and has_no_more)
+        if generator_exit.by_an_iterator(caller):
+            self._stage = "cut short"
 
     def _leave_batches(self, *, known: bool) -> None:
         """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
@@ -651,8 +655,8 @@ class Loop:
     def _interrupted(self) -> None:
         """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
         self._weighting.end()
-        share, self._share = self._share, None
-        if self._undo.stepped and share is not None:  # Else the step has counted at the end of its block.
+        self._share = None
+        if self._undo.stepped:
             self._stage = "broken"
         elif self._undo.open:
             self._undo.put_back_gradients()

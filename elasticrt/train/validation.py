@@ -18,9 +18,16 @@ def check_counts(total: object, max_steps: object, where: str) -> None:
 def check_stage(stage: str, where: str) -> None:
     """Raises ConfigError when the Loop is not inside its epochs."""
     if stage == "broken":
-        what, got = "this Loop was left in the middle of a step", "one that the optimizer took and nobody counted"
-        remedy = "End batches early by `break`, not by islice or zip, and after an exception make a new Loop"
+        what, got = "this Loop was left by an exception", "a step that the optimizer took and nobody counted"
+        remedy = "Make a new Loop: it goes on from the newest checkpoint"
         raise ConfigError(what, where, got=got, remedy=remedy)
+    if stage == "cut short":
+        what, got = "the batches were ended by an iterator around them", "one like islice or zip"
+        expected, remedy = (
+            "one that counts no tries that are done again",
+            "Leave the loop by `break`, by loop.steps_done",
+        )
+        raise ConfigError(what, where, got=got, expected=expected, remedy=remedy)
     if stage != "running":
         remedy = "Use it inside `for epoch in loop.epochs(...)` or `for step in loop.steps(...)`"
         raise ConfigError("the Loop is not running", where, got=stage, remedy=remedy)

@@ -203,7 +203,7 @@ def test_going_on_after_an_exception(tmp_path):
             run.train(batch)
     assert run.loop.steps_done == PER_EPOCH
     run = Run(tmp_path / "b")
-    with pytest.raises(ConfigError, match="left in the middle of a step"):
+    with pytest.raises(ConfigError, match="left by an exception"):
         for _ in run.loop.epochs(2):
             with pytest.raises(KeyError):
                 for batch in run.loop.batches(run.loader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -118,16 +119,38 @@ def test_a_block_outside_of_batches_and_steps(tmp_path: Path) -> None:
                 optimizer.step()
 
 
-@pytest.mark.parametrize("limit", [lambda each: islice(each, 2), lambda each: zip(range(2), each, strict=False)])
-def test_an_iterator_that_ends_the_batches_early(tmp_path: Path, limit: Callable[[Any], Iterable[Any]]) -> None:
-    """A step whose block has ended counts, whoever lets go of the batches then."""
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(lambda each: islice(each, 2), id="islice"),
+        pytest.param(lambda each: zip(range(2), each, strict=False), id="zip"),
+        pytest.param(lambda each: zip(each, range(2), strict=False), id="zip, which takes one more"),
+    ],
+)
+@pytest.mark.parametrize("blocks", [True, False])
+def test_an_iterator_that_ends_the_batches_early(
+    tmp_path: Path, limit: Callable[[Any], Iterable[Any]], *, blocks: bool
+) -> None:
+    """It would count tries that are done again, so that a rank is lost cost a step: refused, in an undisturbed run."""
     model, optimizer, loader = _parts()
     loop = Loop(tmp_path, model=model, optimizer=optimizer)
-    for epoch in loop.epochs(2):
-        for _ in limit(loop.batches(loader)):
-            with loop.step():
-                optimizer.step()
-        assert loop.steps_done == 2 * (epoch + 1)
+    with pytest.raises(ConfigError, match=r"ended by an iterator around them .*by `break`"):
+        for _ in loop.epochs(2):
+            for _ in limit(loop.batches(loader)):
+                with loop.step() if blocks else contextlib.nullcontext():
+                    optimizer.step()
+
+
+def test_an_iterator_that_ends_the_epochs_early(tmp_path: Path) -> None:
+    """That is as a `break`: the state is saved, and the epoch whose body has not come to its end is entered again."""
+    model, optimizer, loader = _parts()
+    for done in (12, 18):
+        loop = Loop(tmp_path, model=model, optimizer=optimizer)
+        for _ in islice(loop.epochs(9), 2):
+            for _ in loop.batches(loader):
+                with loop.step():
+                    optimizer.step()
+        assert loop.steps_done == done
 
 
 def test_an_optimizer_outside_of_the_block(tmp_path: Path) -> None:
