@@ -28,7 +28,8 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
             raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
-            raise TypeError(explain("not stateful", where, got=kind, expected=expected))
+            remedy = "Keep plain values in loop.vars"
+            raise TypeError(explain("not stateful", where, got=kind, expected=expected, remedy=remedy))
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"
             raise ConfigError("sharded state (FSDP)", where, got=kind, expected=expected)

@@ -113,5 +113,6 @@ def first_node(nodes: str) -> str:
 def _whole(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigError(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0")
+        expected, remedy = "a whole number >= 0", "Unset it outside of SLURM"
+        raise ConfigError(f"{name} is malformed", "environment", got=text, expected=expected, remedy=remedy)
     return int(text)

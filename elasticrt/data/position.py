@@ -69,7 +69,8 @@ class SaveInterval:
         if word in ("step", "epoch") and number.isdigit() and int(number) > 0:
             return cls(int(number), "steps" if word == "step" else "epochs")
         expected = '"30s", "5 min", "200 steps" or "1 epoch", more than none'
-        raise ConfigError("not a distance between saves", "Loop(every=)", got=text, expected=expected)
+        remedy = "Leave it out for one every 30 s"
+        raise ConfigError("not a distance between saves", "Loop(every=)", got=text, expected=expected, remedy=remedy)
 
     def is_due(self, position: Position, saved: Position, since_s: float) -> bool:
         """Whether to save now. `saved` is the position of the newest save (at the start: where the loop began), since_s

@@ -44,7 +44,8 @@ def launched(name: str, default: int) -> int:
     except ValueError:
         value = -1
     if value < 0:
-        raise ConfigError(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0")
+        expected, remedy = "a whole number >= 0", "Unset it, or start the script with a launcher that sets it"
+        raise ConfigError(f"{name} is malformed", "environment", got=text, expected=expected, remedy=remedy)
     return value
 
 

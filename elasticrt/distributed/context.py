@@ -154,7 +154,8 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     rank, world_size = collectives.rank_and_world()
     if not 0 <= rank < world_size:
         got = f"RANK={rank} WORLD_SIZE={world_size}"
-        raise ConfigError("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE")
+        remedy = "Unset both, or start the script with a launcher that sets them"
+        raise ConfigError("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE", remedy=remedy)
     local_rank = collectives.launched("LOCAL_RANK", rank)
     local_world_size = collectives.launched("LOCAL_WORLD_SIZE", world_size)
     device = _device(local_rank)

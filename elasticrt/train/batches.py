@@ -30,7 +30,7 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
         return
     argument = "batch_sampler" if isinstance(sampler, ElasticBatchSampler) else "sampler"
     if getattr(loader, argument) is not sampler:
-        remedy = f"DataLoader({argument}=sampler)"
+        remedy = f"Make it by DataLoader({argument}=sampler)"
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
     if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")

@@ -5,7 +5,8 @@ past. Only in the first two cases may a training step be counted. The frame that
 `break` and `return` it stands at the instruction that drops the loop's iterator; under an exception it stands at the
 one that raised. Measured on CPython 3.10 to 3.13, also through enumerate, zip, tqdm and generators of the user's own.
 Anything unknown counts as an exception: a step is then trained again, never counted twice. Where an iterator around the
-generator has ended before it, as islice and zip do, the loop's own instruction drops it.
+generator has ended before it, as islice and zip do, the loop's own instruction drops it; an exception that an iterator
+in the frame has raised looks the same.
 """
 
 from __future__ import annotations

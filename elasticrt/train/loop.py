@@ -78,7 +78,8 @@ class Loop:
     ) -> None:
         if sampler is not None and not isinstance(sampler, (ElasticBatchSampler, ElasticDistributedSampler)):
             expected = "ElasticBatchSampler, ElasticDistributedSampler or None"
-            raise TypeError(explain("not one of our samplers", "Loop(sampler=)", got=sampler, expected=expected))
+            what, remedy = "not one of our samplers", "Leave it out for another one"
+            raise TypeError(explain(what, "Loop(sampler=)", got=sampler, expected=expected, remedy=remedy))
         if resume not in ("auto", "fresh"):
             raise ConfigError("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
         self._shown = os.fspath(directory)
@@ -173,8 +174,7 @@ class Loop:
                 try:
                     yield entered
                 except GeneratorExit:
-                    caller = sys._getframe().f_back
-                    if generator_exit.on_purpose(caller) or generator_exit.by_an_iterator(caller):
+                    if generator_exit.on_purpose(sys._getframe().f_back):
                         self._settle()
                         with suppress(Handover):  # Nothing can be raised where a generator is closed.
                             self._end_together()

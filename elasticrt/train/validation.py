@@ -53,7 +53,8 @@ def check_left(error: BaseException | None, step: int) -> None:
 def check_alone(*, in_step: bool, second: bool) -> None:
     """Raises ConfigError for a step inside a step, and for a second one with the same batch, or number."""
     if in_step:
-        raise ConfigError("a step inside a step", "step", expected="one `with loop.step():` at a time")
+        expected, remedy = "one `with loop.step():` at a time", "Remove the inner one"
+        raise ConfigError("a step inside a step", "step", expected=expected, remedy=remedy)
     if second:
         expected, remedy = "one for each batch of loop.batches, or number of loop.steps", "Put both into one block"
         raise ConfigError("a second step with the same batch", "step", expected=expected, remedy=remedy)

@@ -131,4 +131,4 @@ def test_no_such_run(tmp_path: Path) -> None:
     done = stop(tmp_path, "nobody-here")
     assert (done.returncode, done.stdout) == (2, "")
     assert "nothing tells here where the etcd of this run is (run nobody-here)" in done.stderr
-    assert "the etcd of a run elsewhere with --etcd" in done.stderr
+    assert "or its etcd with --etcd" in done.stderr

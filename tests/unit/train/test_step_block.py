@@ -141,18 +141,6 @@ def test_an_iterator_that_ends_the_batches_early(
                     optimizer.step()
 
 
-def test_an_iterator_that_ends_the_epochs_early(tmp_path: Path) -> None:
-    """That is as a `break`: the state is saved, and the epoch whose body has not come to its end is entered again."""
-    model, optimizer, loader = _parts()
-    for done in (12, 18):
-        loop = Loop(tmp_path, model=model, optimizer=optimizer)
-        for _ in islice(loop.epochs(9), 2):
-            for _ in loop.batches(loader):
-                with loop.step():
-                    optimizer.step()
-        assert loop.steps_done == done
-
-
 def test_an_optimizer_outside_of_the_block(tmp_path: Path) -> None:
     """What is outside could not be undone: refused at the first step."""
     model, optimizer, loader = _parts()
