@@ -159,7 +159,8 @@ def _end_late(code: int) -> NoReturn:
     time.sleep(FAILED_S)
     others = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
     what = f"threads that run on: {', '.join(others)}" if others else "what the script does at its end goes on"
-    os.write(2, f"elasticrt: this worker has failed {FAILED_S:g} s ago, and ends now ({what})\n".encode())
+    with contextlib.suppress(OSError):  # The script may have closed it.
+        os.write(2, f"elasticrt: this worker has failed {FAILED_S:g} s ago, and ends now ({what})\n".encode())
     _end_now(code)
 
 

@@ -124,10 +124,7 @@ class Copier:
             expected = "whole tensors, numbers, texts, and lists, plain tuples or dicts of them"
             remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
             if unfit.place.startswith(_VARS):
-                at, remedy = (
-                    "loop.vars" + unfit.place.removeprefix(_VARS),
-                    "Keep a tensor, a list or a dict",
-                )
+                at, remedy = "loop.vars" + unfit.place.removeprefix(_VARS), "Keep a tensor, a list or a dict"
             got = f"{kind.__module__}.{kind.__qualname__}"
             raise ConfigError(what, at, got=got, expected=expected, remedy=remedy) from None
 

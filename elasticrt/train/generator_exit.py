@@ -22,7 +22,8 @@ _CLOSING = ("YIELD_VALUE", "RESUME")
 
 def by_an_iterator(frame: FrameType | None) -> bool:
     """Whether the generator that runs below `frame` (its caller) is closed because an iterator around it has ended."""
-    if frame is None or frame.f_lasti < 0:
+    frame = _holder(frame)
+    if frame is None:
         return False
     code, at = frame.f_code.co_code, frame.f_lasti
     # Python 3.14 drops the iterator two instructions later.
@@ -31,9 +32,16 @@ def by_an_iterator(frame: FrameType | None) -> bool:
 
 def on_purpose(frame: FrameType | None) -> bool:
     """Whether the generator that runs below `frame` (its caller) is being closed by `break`, `return` or assignment."""
-    while frame is not None and frame.f_lasti >= 0:
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if name not in _CLOSING:
-            return name.startswith(_DROPS)
+    frame = _holder(frame)
+    return frame is not None and _instruction(frame).startswith(_DROPS)
+
+
+def _holder(frame: FrameType | None) -> FrameType | None:
+    """The frame that has let go: `frame`, or where that is a generator's which is itself closed, one below it."""
+    while frame is not None and frame.f_lasti >= 0 and _instruction(frame) in _CLOSING:
         frame = frame.f_back
-    return False
+    return frame if frame is not None and frame.f_lasti >= 0 else None
+
+
+def _instruction(frame: FrameType) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]

@@ -123,6 +123,7 @@ def test_a_block_outside_of_batches_and_steps(tmp_path: Path) -> None:
     "limit",
     [
         pytest.param(lambda each: islice(each, 2), id="islice"),
+        pytest.param(lambda each: islice((batch for batch in each), 2), id="islice around a generator"),
         pytest.param(lambda each: zip(range(2), each, strict=False), id="zip"),
         pytest.param(lambda each: zip(each, range(2), strict=False), id="zip, which takes one more"),
     ],
