@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from elasticrt import Checkpointer
-from tests.chaos.ways import LET_IN, SAMPLES, STEPS, WAYS
+from tests.chaos.ways import SAMPLES, STEPS, WAYS
 from tests.cluster import REPOSITORY, Cluster
 
 SCRIPT = REPOSITORY / "tests" / "chaos" / "ways.py"
@@ -190,8 +190,8 @@ def _check(tmp_path: Path, case: Case, alone: dict[str, Notes]) -> None:
     assert less in (whole, *([each for each in whole if each != number] for number in (step, step + 1)))
     (newcomer,) = set(ends) - set(survivors)
     assert finished[newcomer] == list(range(finished[newcomer][0], steps + 1))
-    # A step that is compiled again may take longer than a replacement.
-    assert finished[newcomer][0] > (step if name in COMPILED else LET_IN)
+    # It is waited for after step LET_IN. On a busy machine it is ready before.
+    assert finished[newcomer][0] > step
     if name not in NOT_DEFINED:
         ((*_, reference),) = alone[name].values()
         assert reference["steps"] == steps
