@@ -19,15 +19,13 @@ from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, unagreed
 from elasticrt.liveness.stacks import Stacks, main_thread
-from elasticrt.liveness.stall_detector import STANDING_FACTOR, Stand
+from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, Stand
 from elasticrt.liveness.step_watch import StepWatch, last_ns, step_of
 from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
 
-# The part of the limit of a stall after which there is a warning.
-WARN_PART = 0.5
 # Identifies, among stands, the wait for another group.
 UNAGREED = -1
 

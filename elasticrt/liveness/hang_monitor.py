@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping, Sequence
 from elasticrt import events
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S
-from elasticrt.liveness.culprit_search import WARN_PART, CulpritSearch
+from elasticrt.liveness.culprit_search import CulpritSearch
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import IDLE_SHARE, Idle, Stopped
+from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, Idle, Stopped
 from elasticrt.liveness.step_watch import StepWatch
 from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import stalled

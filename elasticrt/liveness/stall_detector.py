@@ -24,6 +24,8 @@ from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S
 STEPS_KEPT = 9
 # Steps stand after this many seconds, and this many times the usual step.
 STANDING_S, STANDING_FACTOR = 0.75, 4.0
+# The part of the limit of a stall after which there is a warning.
+WARN_PART = 0.5
 # They stall after `hang_s` seconds, and this many times the generation's longest step.
 HANG_FACTOR = 20.0
 # In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang.

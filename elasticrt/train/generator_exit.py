@@ -25,9 +25,9 @@ def by_an_iterator(frame: FrameType | None) -> bool:
     frame = _holder(frame)
     if frame is None:
         return False
-    code, at = frame.f_code.co_code, frame.f_lasti
-    # Python 3.14 drops the iterator two instructions later.
-    return dis.opname[code[at]] == "FOR_ITER" or (at >= 2 and dis.opname[code[at - 2]] == "END_FOR")
+    name, code, at = _instruction(frame), frame.f_code.co_code, frame.f_lasti
+    # Python 3.14 drops the iterator after the loop. There `break` does so by an instruction like it, elsewhere.
+    return name == "FOR_ITER" or (name == "POP_ITER" and at >= 2 and dis.opname[code[at - 2]] == "END_FOR")
 
 
 def on_purpose(frame: FrameType | None) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-_Buffers = dict[str, "torch.Tensor | None"]
+_Buffers = dict[str, torch.Tensor | None]
 
 
 class ModuleNotes:
@@ -55,7 +55,8 @@ class ModuleNotes:
         now = [each._version for each in self._parameters]
         if now == self._versions:
             return set()
-        return {number for number, versions in enumerate(zip(self._versions, now, strict=True)) if len({*versions}) > 1}
+        pairs = enumerate(zip(self._versions, now, strict=True))
+        return {number for number, (before, after) in pairs if before != after}
 
     def put_back(self) -> None:
         """Go back to what was noted."""

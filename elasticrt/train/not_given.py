@@ -17,18 +17,24 @@ def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
 
     `layers`: the DDP modules among them. What is inside of a given object, as a scheduler in a SequentialLR, is known.
     """
-    # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
-    known = [id(each) for each in layers]
-    if any(issubclass(type(each), DDP) and id(each) not in known for each in gc.get_objects()):
+    known, alive = [id(each) for each in layers], _alive()
+    if any(issubclass(type(each), DDP) and id(each) not in known for each in alive):
         return "there is a DDP module that was not given to the Loop"
-    found = _strangers(given)
+    found = _stranger(given, alive)
     if found:
+        del alive
         gc.collect()  # It may be one that the script has let go of, in a cycle.
-        found = _strangers(given)
+        found = _stranger(given, _alive())
     return f"{found} was not given to the Loop: give it, or newcomers and checkpoints lack its state" if found else ""
 
 
-def _strangers(given: Sequence[object]) -> str:
+def _alive() -> list[object]:
+    """All DDP modules, optimizers and schedulers of this process."""
+    # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
+    return [each for each in gc.get_objects() if issubclass(type(each), (DDP, torch.optim.Optimizer, *_SCHEDULERS))]
+
+
+def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
     modules = [each for each in given if isinstance(each, torch.nn.Module)]
     parameters = {id(each) for module in modules for each in module.parameters()}
     known: set[int] = set()
@@ -38,7 +44,6 @@ def _strangers(given: Sequence[object]) -> str:
         if id(each) not in known:
             known.add(id(each))
             to_see += _parts(each)
-    alive = gc.get_objects()
     for each in alive:
         if issubclass(type(each), torch.optim.Optimizer) and id(each) not in known:
             groups = vars(each).get("param_groups", ())

@@ -119,6 +119,22 @@ def test_a_block_outside_of_batches_and_steps(tmp_path: Path) -> None:
                 optimizer.step()
 
 
+def test_a_break_right_after_an_inner_loop(tmp_path: Path) -> None:
+    """It is one, although the instruction before it ends a loop."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    for epoch in loop.epochs(2):
+        for _ in loop.batches(loader):
+            for _ in range(2):
+                pass
+            with loop.step():
+                optimizer.step()
+            for _ in range(2):
+                pass
+            break
+        assert loop.steps_done == epoch + 1
+
+
 @pytest.mark.parametrize(
     "limit",
     [
