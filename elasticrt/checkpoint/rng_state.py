@@ -84,7 +84,7 @@ def capture() -> dict[str, Any]:
     Plain values, but for the 625 words of python's and the 624 of numpy's generator: torch reads a tensor at once, and
     takes 4 us for each plain number. A newcomer reads them while all others wait for it.
     """
-    state = note()
+    state = {**note(), "seed": torch.initial_seed()}
     version, words, gauss = state["python"]
     state["python"] = (version, _in_tensor(words), gauss)
     if "numpy" in state:
@@ -101,8 +101,7 @@ def _in_tensor(words: Sequence[int]) -> torch.Tensor:
 
 def note() -> dict[str, Any]:
     """The same as the generators give it, in a tenth of the time: done at each step, for `restore`, not for a file."""
-    state: dict[str, Any] = {"python": _pythons().state()}
-    state["torch"], state["seed"] = torch.default_generator.get_state(), torch.initial_seed()
+    state: dict[str, Any] = {"python": _pythons().state(), "torch": torch.default_generator.get_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:  # Else the script does not use its generator.
@@ -110,32 +109,33 @@ def note() -> dict[str, Any]:
     return state
 
 
-# The memory of the usual generator, python's and numpy's: 624 words, and its position.
-_Words: Any = ctypes.c_char * (625 * 4)
+# The usual generator, python's and numpy's, has 624 words, and its position before or after them. Each draw changes the
+# position or all words: so with the words next to it, it tells whether one was drawn, or another state was set.
+_Window: Any = ctypes.c_char * (5 * 4)
 _PYTHONS: Any = getattr(random.getstate, "__self__", None)
 
 
 class _Noted:
     """A global generator with its state as it was last noted. To make that takes python 25 us of a step, and numpy 30.
 
-    Most scripts draw from it only before the steps. If its words are the same nothing was drawn since, but perhaps the
-    second of two Gaussian numbers, which is kept elsewhere.
+    Most scripts draw from it only before the steps. What a window of its memory does not show is the second of two
+    Gaussian numbers, which is kept elsewhere.
 
     Args:
-        address: of its words in memory; 0 if they are not found there.
+        address: of the window; 0 if it is not found.
         make: makes its state.
         gauss_is_kept: whether that second number is as a state says.
     """
 
     def __init__(self, address: int, make: Callable[[], Any], gauss_is_kept: Callable[[Any], bool]) -> None:
-        self._memory = _Words.from_address(address) if address else None
+        self._window = _Window.from_address(address) if address else None
         self._make, self._gauss_is_kept = make, gauss_is_kept
-        self._words, self._state = b"", None
+        self._seen, self._state = b"", None
 
     def state(self) -> Any:
-        now = self._memory.raw if self._memory is not None else b""
-        if not now or now != self._words or not self._gauss_is_kept(self._state):
-            self._words, self._state = now, self._make()
+        now = self._window.raw if self._window is not None else b""
+        if not now or now != self._seen or not self._gauss_is_kept(self._state):
+            self._seen, self._state = now, self._make()
         return self._state
 
 
@@ -155,7 +155,8 @@ def _numpys(generator: Any) -> _Noted:
     numpy = sys.modules["numpy"]
     usual = type(generator) is numpy.random.MT19937
     make = partial(numpy.random.get_state, legacy=False)
-    return _Noted(generator.ctypes.state_address if usual else 0, make, lambda state: not state["has_gauss"])
+    address = generator.ctypes.state_address + 620 * 4 if usual else 0
+    return _Noted(address, make, lambda state: not state["has_gauss"])
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:

@@ -231,8 +231,6 @@ def main() -> None:
         arguments.runtimes = (*DEFAULT_RUNTIMES, "torchft")
     if "torchft" in arguments.runtimes and arguments.torchft is None:
         parser.error("the runtime torchft needs --torchft BIN")
-    # Told to end, it takes its jobs with it, as after an error.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     Bench(arguments).measure()
     print("\n" + report.write(arguments.raw))
 

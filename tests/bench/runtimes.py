@@ -120,6 +120,8 @@ class Job:
     nodes: list[Node] = field(default_factory=list)
 
     def __enter__(self) -> Job:
+        # A bench that is told to end takes its jobs with it, as after an error.
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         self._stack = ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="ertb-"))  # Short: sockets in it have long names.
         for name in ("marks", "tmp", "run"):

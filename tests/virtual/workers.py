@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
-from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
+from elasticrt.ipc.status_page import StatusPage
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual.copies import Copier, Trained
@@ -31,13 +31,6 @@ POLL_S = 0.25
 
 ASK_AGAIN_S = 1.0
 """As a worker asks its agent again about a commit, see `elasticrt.checkpoint.commits`."""
-
-
-class Words(StatusPage):
-    """A worker's status page, in this process's own memory."""
-
-    def __init__(self) -> None:
-        self.words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
 
 
 class Group:
@@ -57,7 +50,7 @@ class Group:
         self.resume = envs[0].resume
         self.copy = envs[0].copy
         self.start = self.copy.step if self.copy else self.resume.step if self.resume else 0
-        self.pages = [Words() for _ in envs]
+        self.pages = [StatusPage(-1) for _ in envs]
         self.ahead = owner.process.sim.net.choice((0, 0, 0, 1, 2))  # How many steps its host runs ahead of its device.
         self.left = False
         self.head = self.resume.nonce if self.resume else ""

@@ -137,7 +137,7 @@ def test_whatever_changes_numpy_s_generator_is_seen() -> None:
 
 def test_whatever_changes_python_s_generator_is_seen() -> None:
     """Its state is made anew only when it has changed: by drawing, seeding, or half of a pair of normal numbers."""
-    assert rng_state._pythons()._memory is not None
+    assert rng_state._pythons()._window is not None
     state = random.getstate()
     changes = [random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: None,
                lambda: random.seed(3), lambda: random.setstate(state), lambda: random.shuffle([1, 2, 3]),

@@ -9,17 +9,10 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
-from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
+from elasticrt.ipc.status_page import StatusPage
 from elasticrt.liveness.progress import OwnWork, Progress
 
 SECOND = 1_000_000_000
-
-
-class Words(StatusPage):
-    """A page in this process's own memory."""
-
-    def __init__(self) -> None:
-        self.words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
 
 
 class Kept(EventLog):
@@ -36,7 +29,7 @@ class Kept(EventLog):
 
 def _pauses(*generations: int) -> list[float | None]:
     """A node has seats in these generations: in each it makes a step at second N, and one at N + 0.5."""
-    page, kept = Words(), Kept()
+    page, kept = StatusPage(-1), Kept()
     progress = Progress(lambda: [page], kept, time)
     for number in generations:
         progress.replaced(number)
@@ -62,7 +55,7 @@ def test_who_comes_back_has_no_pause() -> None:
 def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
     """The time for which it has stood by is none of them."""
     kept, clock = Kept(), Second()
-    progress = Progress(lambda: [Words()], kept, clock)
+    progress = Progress(lambda: [StatusPage(-1)], kept, clock)
     progress.replaced(1)
     progress.stepped(1, Step(1, 0, SECOND, 0, True))
     clock.at = 2
@@ -76,7 +69,7 @@ def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
 
 def test_what_a_script_does_before_its_loop_is_no_restoring() -> None:
     """A tokenizer runs for 15 s between `elasticrt.init` and the Loop; one that goes on in place comes to no Loop."""
-    page, kept, clock = Words(), Kept(), Second()
+    page, kept, clock = StatusPage(-1), Kept(), Second()
     progress = Progress(lambda: [page], kept, clock)
     progress.replaced(1)
     progress.started(1, 2 * SECOND)
@@ -96,7 +89,7 @@ def test_what_a_script_does_before_its_loop_is_no_restoring() -> None:
 
 def test_the_last_step_is_told_when_no_other_follows() -> None:
     """Once, with its age and whether it is followed by a pause."""
-    page, kept, clock = Words(), Kept(), Second()
+    page, kept, clock = StatusPage(-1), Kept(), Second()
     progress = Progress(lambda: [page], kept, clock)
     progress.replaced(1)
     page.entered = 1
@@ -115,7 +108,7 @@ def test_the_last_step_is_told_when_no_other_follows() -> None:
 @pytest.mark.parametrize("paused_s", [0, 6])
 def test_a_pause_before_the_first_step_is_told_with_it(paused_s: int) -> None:
     """An evaluation that is done again after a restart is no part of what the workers spend from then on."""
-    page, kept = Words(), Kept()
+    page, kept = StatusPage(-1), Kept()
     progress = Progress(lambda: [page], kept, time)
     progress.replaced(1)
     progress.started(1, SECOND)
@@ -129,7 +122,7 @@ def test_a_pause_before_the_first_step_is_told_with_it(paused_s: int) -> None:
 
 def test_the_last_step_outlives_a_generation_without_one() -> None:
     """Workers that go on in place fail in their first step, and all restart from step 5: 15 steps are done again."""
-    page, kept = Words(), Kept()
+    page, kept = StatusPage(-1), Kept()
     progress = Progress(lambda: [page], kept, time)
     page.entered = 1
     progress.replaced(1)
@@ -148,7 +141,7 @@ def test_the_last_step_outlives_a_generation_without_one() -> None:
 
 def test_who_does_not_know_claims_nothing() -> None:
     """A new agent, and one that was left out of a generation, do not know the last step of the run."""
-    page, kept = Words(), Kept()
+    page, kept = StatusPage(-1), Kept()
     progress = Progress(lambda: [page], kept, time)
     for number in (1, 3):
         progress.replaced(number)
@@ -160,7 +153,7 @@ def test_who_does_not_know_claims_nothing() -> None:
 
 def test_the_only_step_of_a_generation_is_no_pause() -> None:
     """A script without a Loop makes one step and ends: workers were remembered before their first step was told of."""
-    page, other, kept = Words(), Words(), Kept()
+    page, other, kept = StatusPage(-1), StatusPage(-1), Kept()
     progress = Progress(lambda: [page, other], kept, time)
     progress.replaced(1)
     progress.began()
@@ -199,7 +192,7 @@ def test_a_hang_is_none_of_the_agreement_on_a_handover(
     go: int, step: int, stepped_at: int, failed_at: int | None, expected: tuple[int, int]
 ) -> None:
     """L5: a handover is asked for at second 2, and the next generation comes at 70: in between the workers stand."""
-    page, kept, clock = Words(), Kept(), Second()
+    page, kept, clock = StatusPage(-1), Kept(), Second()
     progress = Progress(lambda: [page], kept, clock)
     progress.replaced(1)
     page.entered = 1
@@ -227,7 +220,7 @@ def test_a_hang_is_none_of_the_agreement_on_a_handover(
 def test_what_a_change_in_place_costs_those_that_let_others_in() -> None:
     """Neither a failure nor a step: of 3 s from step to step there are 0.5 s left, after a restart all 3."""
     for restarts, cost_s in ((False, 0.5), (True, 3.0)):
-        page, clock = Words(), Second()
+        page, clock = StatusPage(-1), Second()
         progress = Progress(lambda: [page], Kept(), clock)  # noqa: B023  It is used in this round only.
         progress.replaced(1)
         progress.stepped(1, Step(1, 0, SECOND // 2, 0, True))

@@ -725,12 +725,12 @@ def test_shows_its_stacks(tmp_path, monkeypatch):
     with under(Agent(), monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         assert run.to_the_end(1) == [0]
-        words = bytes(page.words)
+        words = bytes(page)
         for _ in range(2):
             before = len(page.text())
             os.kill(os.getpid(), STACKS_SIGNAL)
             assert b"in test_shows_its_stacks" in page.text()[before:]
-        assert bytes(page.words) == words
+        assert bytes(page) == words
         faulthandler.unregister(STACKS_SIGNAL)
 
 
