@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import random
 import secrets
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
