@@ -25,13 +25,13 @@ from elasticrt.ipc.messages import (
     Save,
     Step,
 )
-from elasticrt.ipc.status_page import IN_PLACE, READY
+from elasticrt.ipc.status_page import IN_PLACE, READY, StatusPage
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require
-from tests.virtual.workers import ASK_AGAIN_S, POLL_S, Words
+from tests.virtual.workers import ASK_AGAIN_S, POLL_S
 
 if TYPE_CHECKING:
     from tests.virtual.process_group import ProcessGroup
@@ -59,7 +59,7 @@ class Worker:
         self.owner = owner
         self.process = owner.process
         self.env = self.own = env
-        self.page = Words()
+        self.page = StatusPage(-1)
         self.incarnation = owner.process.agent.member.me.record.incarnation
         self.attempt = env.attempt
         self.alive, self.stopping, self.told, self.left = True, False, False, False
