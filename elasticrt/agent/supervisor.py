@@ -26,7 +26,6 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure, in_words
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Unsaved, Warm
-from elasticrt.ipc.status_page import EVALUATES
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,
     FOUND_S,
@@ -136,9 +135,7 @@ class Supervisor:
     def describe(self, me: Me, now: float) -> Me:
         """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         state, able = self._state, self._able()
-        evaluates = self.pages.evaluates(state)
-        # A newcomer could not make an evaluation again with the others: it is offered when that is over.
-        beside = 0 if evaluates == EVALUATES else len(self.pages.ready_beside(self._joining.ranks))
+        beside = len(self.pages.ready_beside(self._joining.ranks))
         living = {
             "ready": len(able) + beside,
             "new": beside + self.pages.new(state, able),
@@ -162,14 +159,12 @@ class Supervisor:
             # Workers that have failed count no more, also while the kernel still takes them apart.
             running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
             seated=state.number if seated else 0,
-            report=state.report(kept=kept, **living, evaluates=bool(evaluates)) if seated else None,
+            report=state.report(kept=kept, **living) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
             standing_since=self.hangs.steps.pace.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
-            evaluates=evaluates == EVALUATES,
-            may_evaluate=bool(evaluates),
             holding=state.holding,
             going=state.going,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from elasticrt.ipc.status_page import EVALUATES, MAY_EVALUATE, READY, StatusPage
+from elasticrt.ipc.status_page import READY, StatusPage
 from elasticrt.ipc.time_bounds import STANDING_IN_PLACE_S
 from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.group_state import GroupState
@@ -27,12 +27,6 @@ class WorkerPages:
     def building(self, state: GroupState) -> bool:
         """Whether a worker prepares data."""
         return any(page.building for page in self.of(state))
-
-    def evaluates(self, state: GroupState) -> int:
-        """EVALUATES if a worker is in an evaluation that is made again if it loses a rank, MAY_EVALUATE if one may come
-        to that before its next step; else 0."""
-        words = {self._word(rank, state.number, "evaluates") for rank in state.seated}
-        return next((each for each in (EVALUATES, MAY_EVALUATE) if each in words), 0)
 
     def doing(self, state: GroupState) -> str:
         """What the workers do before their first step in this generation, in words; "" from that step on."""

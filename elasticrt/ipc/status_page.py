@@ -25,9 +25,6 @@ IN_PLACE, READY = 1, 2
 FIRST_BATCH = 2
 """The value of `stepping` besides 0 and 1."""
 
-EVALUATES, MAY_EVALUATE = 1, 2
-"""The values of `evaluates` besides 0."""
-
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
 """A worker that gets it adds the stack of its main thread behind the words. No known program uses this signal."""
 
@@ -63,8 +60,6 @@ class StatusPage(ctypes.Structure):
         pausing_ns: when that pause began.
         saving_ns: when the newest checkpoint was begun.
         samples: trained on by the run, over all epochs; 0 without a sampler.
-        evaluates: EVALUATES in an evaluation that is made again if it loses a rank, by those that were in it;
-            MAY_EVALUATE where the script may call one before its next step; else 0.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -87,7 +82,6 @@ class StatusPage(ctypes.Structure):
     loop_at_ns: int
     restored_at_ns: int
     stepping: int
-    evaluates: int
     beats: int
     beat_at_ns: int
     first_beat_at_ns: int

@@ -30,8 +30,6 @@ class Me:
         failed_at: when its workers failed in generation `started`.
         standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
         starting: its workers have not come to their first step yet, and probably will.
-        evaluates: one of its workers is in an evaluation, which newcomers could not make again with the others;
-            may_evaluate: or may come to one before its next step.
         holding: the create revision of the handover for which its workers hold, 0 for none.
         going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
@@ -53,8 +51,6 @@ class Me:
     failed_at: float | None = None
     standing_since: float | None = None
     starting: bool = False
-    evaluates: bool = False
-    may_evaluate: bool = False
     holding: int = 0
     going: int = 0
     leaving: str = ""

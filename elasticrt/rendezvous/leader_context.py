@@ -130,17 +130,6 @@ class LeaderContext:
         keys = ((seat, self.key_of(seat)) for seat in self.seats)
         return [seat for seat, key in keys if key is not None and key.record.draining]
 
-    @property
-    def may_evaluate(self) -> bool:
-        """Whether workers may be in an evaluation, or come to one: the leader's own, or those of a node with a loss.
-
-        A leader without workers cannot know. Newcomers then come in by a planned change, unless they are to come with a
-        failure only.
-        """
-        knows = self.me.running == self.generation.number
-        here = self.me.evaluates or self.me.may_evaluate or not (knows or self.spec.join == "failure")
-        return here or any(entry.record.evaluates for entry in self.view.reports.values())
-
     @cached_property
     def to_answer(self) -> frozenset[Seat]:
         """The seats whose nodes have still to say that they hold, or that they have left after the agreed step."""
@@ -240,8 +229,10 @@ def publish(
     having = {entry.record.incarnation for entry in survivors(view)}
     stay = [_with(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
     stay = [entry for entry in stay if entry.record.ready]
-    if kind in ("failure", "lost") and led.may_evaluate and len(stay) >= least:
-        ready = stay  # Newcomers could not make the evaluation again with them.
+    if kind in ("failure", "lost") and not waits and led.spec.join != "failure" and len(stay) >= least:
+        # Newcomers enter the script at the next step, and come in by a handover. Here somebody may be in an evaluation
+        # before that step, which could not be made again with them.
+        ready = stay
     in_place = len(ready) >= least
     # In place those that have the state come first, so that one of them gets in.
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]

@@ -251,8 +251,7 @@ class Report(Record):
     "ok" what others may resume from, should one of them still fail.
     `handover` is the create revision of the record that asked for it.
 
-    `ready`, `new`, `has_state`: as in `Member`. `evaluates`: a worker is in an evaluation that is made again, or may
-    come to one before its next step.
+    `ready`, `new`, `has_state`: as in `Member`.
 
     `well` is the global rank of the first worker that ended well, with "finishing" and "ok".
     """
@@ -268,7 +267,6 @@ class Report(Record):
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     new: Count = 0
     has_state: bool = False
-    evaluates: bool = False
     well: Count | None = None
 
 

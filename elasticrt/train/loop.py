@@ -24,7 +24,7 @@ from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSample
 from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, Handover, explain
-from elasticrt.ipc.status_page import FIRST_BATCH, MAY_EVALUATE
+from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
 from elasticrt.train.reporting import Reporter
@@ -233,7 +233,7 @@ class Loop:
         self._undo.unwatch()
         self._guard.lower(obeys=well)
         self._weighting.detach()
-        self._page.stepping = self._page.evaluates = 0
+        self._page.stepping = 0
         self._state.ledger.close()
         self._stage = "over"
         self._share = None
@@ -283,7 +283,6 @@ class Loop:
         resumed = (number == 1 and state.position.batches > 0) or state.begins_late
         state.begun, state.begins_late = state.position.epoch, False
         if state.position.drained or self._is_exhausted:
-            self._page.evaluates = MAY_EVALUATE
             return
         skip = state.position.batches if state.sampler is None else 0
         beginning = state.numbers.beginning(state.position, resumed=resumed)
@@ -330,7 +329,6 @@ class Loop:
                 self._boundary()
         self._redo = False
         self._page.stepping = 0
-        self._page.evaluates = MAY_EVALUATE
         if self._undo.outside is None:
             self._leave_batches(known=True)
 
@@ -373,7 +371,6 @@ class Loop:
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
                 self._redo, counted = False, self._state.position.steps
-                self._page.evaluates = MAY_EVALUATE
                 yield counted
                 self._check_block()
                 validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
@@ -457,7 +454,6 @@ class Loop:
         if error is None:
             if share.last:
                 self._undo.step_ends()
-                self._page.evaluates = MAY_EVALUATE
             self._block_ended = True
             # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
             if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
@@ -592,7 +588,6 @@ class Loop:
 
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
-        self._page.evaluates = 0
         self._block_ended = self._undo.stepped = False
         self._undo.outside = None
         self._weighting.begin(share)
@@ -626,7 +621,6 @@ class Loop:
 
     def _boundary(self) -> None:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
-        self._page.evaluates = 0
         self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from elasticrt.checkpoint import rng_state, state_transfer, stateful
 from elasticrt.distributed import agent_client, collectives, handover, regroup
-from elasticrt.ipc.status_page import EVALUATES, MAY_EVALUATE
 from elasticrt.train.evaluations import Evaluations
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
@@ -122,7 +121,6 @@ class World:
                     continue
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
                 again = self.evaluations.meet(meeting.gather("evaluations", standing))
-                self._page.evaluates = EVALUATES if self.evaluations.awaited or self.evaluations.at else 0
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
@@ -145,7 +143,6 @@ class World:
     def _evaluated(self, number: int, what: str) -> Any:
         repeated = self._undo.outside is not None
         while True:
-            self._page.evaluates = EVALUATES
             self._undo.note(evaluates=True)
             before = collectives.sequence_number()
             try:
@@ -171,8 +168,6 @@ class World:
             else:
                 self._undo.open, self.evaluations.at = False, 0
                 return result
-            finally:
-                self._page.evaluates = MAY_EVALUATE
 
     def _evaluate_again(self, numbers: range) -> None:
         """Take part in evaluations that others make again, and leave no trace of that."""

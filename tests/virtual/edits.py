@@ -163,6 +163,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(found, self.saved, ", "(found, "),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= least", "in_place = False"),),
+    "newcomers come in with a loss": ((_LED, "publish", "len(stay) >= least:", "False:"),),
+    "newcomers of a node that goes on come in with a loss": ((_LED, "publish", "entry.record.ready - entry.record.new", "entry.record.ready"),),
+    "a node forgets which of its workers are new": (("elasticrt.agent.supervisor", "Supervisor.describe", '"new": beside + self.pages.new(state, able)', '"new": 0'),),
+    "no newcomer counts that has a seat already": (("elasticrt.agent.supervisor", "Supervisor.describe", '"new": beside + self.pages.new(state, able)', '"new": beside'),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "a node has as many seats as workers, alive or not": (
         (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),

@@ -27,7 +27,7 @@ IN_PLACE: list[Plan] = [
         4,
         Fault(0.001, "crash", "leader", on="Hold: asked to hold"),
         arrivals=(0.0, 0.1, 0.2, 6.0),
-        generations_max=3,
+        generations_max=4,
         commit_every=5,
         commits_within_s=3.8,
     ),

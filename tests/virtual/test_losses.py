@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -156,31 +157,31 @@ def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
 
 
 @pytest.mark.parametrize(
-    ("where", "reported", "half_made", "least", "workers"),
+    ("half_made", "least", "join", "workers"),
     [
-        pytest.param({}, {}, "", 1, {"n0": 2, "n2": 2, "n3": 1}, id="in a step"),
-        pytest.param({"evaluates": True}, {}, "", 1, {"n0": 1, "n2": 1}, id="in an evaluation"),
-        pytest.param({"may_evaluate": True}, {}, "", 1, {"n0": 1, "n2": 1}, id="behind a step"),
-        pytest.param({"evaluates": True}, {}, "n2", 1, {"n0": 1, "n2": 1}, id="one in the middle of its step"),
-        pytest.param({}, {"evaluates": True}, "", 1, {"n0": 1, "n2": 1}, id="behind a step on the lost worker's node"),
-        pytest.param({"evaluates": True}, {}, "", 3, {"n0": 2, "n2": 2, "n3": 1}, id="with too few nodes"),
+        pytest.param("", 1, "budget", {"n0": 1, "n2": 1}, id="enough live on"),
+        pytest.param("n2", 1, "budget", {"n0": 1, "n2": 1}, id="one in the middle of its step"),
+        pytest.param("", 3, "budget", {"n0": 2, "n2": 2, "n3": 1}, id="with too few nodes"),
+        pytest.param("", 1, "failure", {"n0": 2, "n2": 2, "n3": 1}, id="together with a failure"),
     ],
 )
-def test_newcomers_wait_for_an_evaluation(
-    where: dict[str, bool], reported: dict[str, bool], half_made: str, least: int, workers: dict[str, int]
+def test_newcomers_come_in_where_all_have_agreed_on_a_step(
+    half_made: str, least: int, join: Literal["budget", "failure"], workers: dict[str, int]
 ) -> None:
-    """W02: neither a node that stands by nor a worker that is ready beside the training takes a lost worker's place
-    while others evaluate, unless it is needed. Who takes their step over, because its own is half made, does."""
-    world = running(3, min_nodes=least, max_nodes=3, join="failure")
+    """W02: neither a node that stands by nor a worker that is ready beside the training takes a lost worker's place at
+    once, because others may be in an evaluation, unless it is needed, or comes in with failures alone. Who takes their
+    step over, because its own is half made, does."""
+    world = running(3, min_nodes=least, max_nodes=3, join=join)
     world.add("n3")
     for name, member in world.members.items():
         seated = name != "n3"
         known = {"generation": int(seated), "ready": 1 + seated, "new": 1, "has_state": seated and name != half_made}
+        # The generation starts, so that nobody is let in as planned.
         record = member.me.record.model_copy(update=known)
-        member.me = replace(member.me, record=record, **(where if seated else {}))
+        member.me = replace(member.me, record=record, starting=True)
     world.settle()
     failure = Failure(rank=1, code=-9, collateral=False, summary="killed", killed=True)
-    world.members["n1"].report("failed", failure, ready=0, has_state=False, **reported)
+    world.members["n1"].report("failed", failure, ready=0, has_state=False)
     world.settle()
     ran = {name: member.ran[-1] for name, member in world.members.items() if member.ran}
     assert {name: seat.workers for name, (new, seat) in ran.items() if new.number == 2} == workers

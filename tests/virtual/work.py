@@ -121,10 +121,19 @@ class Work:
         require(len(states) == 1, "S6", f"generation {group.generation} starts from {len(states)} states")
 
     def shares(self, group: ProcessGroup, workers: list[Worker], source: int) -> None:
-        """S18: no finished step is lost while a rank that shares its state has it."""
+        """S18: no finished step is lost while a rank that shares its state has it. L9: after a loss nobody comes in who
+        could not make an evaluation again with the others, so that these would start anew."""
         whole = [worker.step for worker in workers if worker.whole]
         text = f"generation {group.generation} goes on after step {workers[source].step}, and rank had {max(whole)}"
         require(workers[source].whole and workers[source].step == max(whole), "S18", text)
+        generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
+        spec = self.history.spec.spec if self.history.spec is not None else None
+        if not self.sim.plan.stays or generation is None or spec is None or spec.join == "failure":
+            return
+        others = {worker.process.name for worker in workers if worker.page.entered}
+        came_in = generation.kind in ("failure", "lost") and any(not worker.page.entered for worker in workers)
+        text = f"newcomers come to generation {group.generation} ({generation.kind}), where others may evaluate"
+        require(not came_in or generation.waits or len(others) < spec.min_nodes, "L9", text)
 
     def finished(self, worker: Worker, group: ProcessGroup) -> None:
         """S5, S10: a rank has finished a step of its generation: the one after the last, in every rank's history.
