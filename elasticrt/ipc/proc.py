@@ -68,10 +68,11 @@ def machine() -> str:
         return secrets.token_hex(8)
 
 
-def text_of(path: Path) -> str:
-    """The content of a file; "" if it cannot be read."""
+def text_of(path: Path, most: int = -1) -> str:
+    """The content of a file, or its first `most` characters; "" if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(most)
     except OSError:
         return ""
 

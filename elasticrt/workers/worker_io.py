@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
-_ERROR_FILE_MAX_BYTES = 1 << 18
+_ERROR_FILE_MAX_CHARACTERS = 1 << 18
 _MESSAGES_PER_TURN = 64
 _HAS_GPUS = gpus() > 0
 
@@ -322,7 +322,7 @@ class WorkerIO:
             pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
             left = Remains(
                 code,
-                error_file=_read_text(env.error_file),
+                error_file=text_of(Path(env.error_file), _ERROR_FILE_MAX_CHARACTERS),  # Only an exception writes it.
                 last_lines=worker.output.tail(),
                 log_path=worker.output.path,
                 step=worker.page.step or None,
@@ -344,13 +344,3 @@ def _stepped(worker: WorkerState) -> bool | None:
     page = worker.page
     seen = page.begun_at_ns or page.init_at_ns
     return True if page.step or page.beats else False if seen else None
-
-
-def _read_text(path: str) -> str:
-    if not path:
-        return ""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(_ERROR_FILE_MAX_BYTES).decode(errors="replace")
-    except OSError:
-        return ""  # Only an exception writes the file.
