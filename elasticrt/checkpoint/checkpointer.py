@@ -31,11 +31,11 @@ from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import agent_client, collectives, handover
-from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.messages import Unsaved
+from elasticrt.ipc.std_streams import say
 from elasticrt.text import cut, packed
 
 _log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from elasticrt.checkpoint.stateful import OURS
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
 from elasticrt.distributed.shared_payload import Payload, share_payload
-from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.ipc.env import Commit, Copy
+from elasticrt.ipc.std_streams import say
 from elasticrt.text import unpacked
 
 _log = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from elasticrt.data.durable_files import sync, sync_tree
 from elasticrt.distributed import agent_client
-from elasticrt.distributed.user_notice import say
 from elasticrt.errors import ConfigError, PreparationError, explain
 from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE, make_directory, write_text
 from elasticrt.ipc.messages import Built, Claim, Reply
+from elasticrt.ipc.std_streams import say
 
 PROGRESS_S = 10.0
 """A rank that waits names the builder as often as this."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from elasticrt.distributed.collectives import alone, local_rank_of, rank_and_world, require_group
-from elasticrt.distributed.user_notice import say
 from elasticrt.errors import explain
+from elasticrt.ipc.std_streams import say
 from elasticrt.ipc.wording import listed
 
 UNWATCHED_S = 1800.0

@@ -177,6 +177,14 @@ def tell(text: str) -> None:
         write(sys.stderr, text)
 
 
+def say(line: str) -> None:
+    """Print one line from a training process to stderr, marked as ours. It informs; warnings go through `logging`.
+
+    A library must not configure logging, which shows only warnings as long as nobody does.
+    """
+    print(f"elasticrt: {line}", file=sys.stderr, flush=True)  # noqa: T201  The one place where the training side prints.
+
+
 def point_to_null(fd: int) -> None:
     """Open /dev/null as the descriptor `fd`, in place of what it was."""
     null = os.open(os.devnull, os.O_RDWR)
