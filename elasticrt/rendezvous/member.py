@@ -43,7 +43,7 @@ from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Repo
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.registration import Entered, Kept
 from elasticrt.rendezvous.replica import Replica
-from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
+from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Transact
 from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreUnavailable, Txn
@@ -305,10 +305,8 @@ class Member:
 
     def newest_head(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
-        key = self.replica.keys.checkpoint
-        answer, _ = yield Read(key)
-        found = answer.get(key)
-        return decode(Commit, key, found.value) if found is not None else None
+        found = yield from self.replica.record(Commit, self.replica.keys.checkpoint)
+        return None if found is None else found[0]
 
     # Coming and going.
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import TypeVar
 
 from elasticrt.errors import StoreError
-from elasticrt.rendezvous.records import Keys, Record, decode
+from elasticrt.rendezvous.records import Keys, R, decode
 from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
 from elasticrt.rendezvous.view import (
     View,
@@ -28,8 +27,6 @@ from elasticrt.rendezvous.view import (
     with_oldest,
 )
 from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult, covers
-
-R = TypeVar("R", bound=Record)
 
 READS_MAX = 20
 """Reads in a row to complete one view. Each answers a question that the last one raised; more means a livelock."""
