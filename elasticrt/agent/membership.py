@@ -53,7 +53,7 @@ class Membership:
         events: queue.SimpleQueue[Any],
         edges: Edges,
         *,
-        told_to_leave: Callable[[], bool] = lambda: False,
+        told_to_leave: Callable[[], bool],
     ) -> None:
         self._edges = edges
         self._settings = settings

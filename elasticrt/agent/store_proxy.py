@@ -90,7 +90,7 @@ class StoreRequests:
         meeting: where the agents of this machine find the store, or a fresh one in its place.
     """
 
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str = "") -> None:
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
         self.store = store
         self._meeting = meeting
         self._keys = keys

@@ -61,7 +61,7 @@ class WorkerPages:
         """Whether one of `local_ranks` has the state of its generation, or of the one before."""
         return any(self._word(rank, state.number, "restored_at_ns") for rank in local_ranks)
 
-    def is_late(self, state: GroupState, local_rank: int, *, leaves: bool = False) -> bool:
+    def is_late(self, state: GroupState, local_rank: int, *, leaves: bool) -> bool:
         """Whether a worker should have taken its new seat; not while it does something else than training.
 
         `leaves`: its node leaves as soon as the others have what they need of it, so nothing else counts.

@@ -72,7 +72,7 @@ class MemoryTier:
     others of the run.
     """
 
-    def __init__(self, worker: WorkerEnv, budget: float, place: str = "") -> None:
+    def __init__(self, worker: WorkerEnv, budget: float, place: str) -> None:
         self._place = place
         takes = worker.local_rank == 0 and budget > 0 and agent_client.agent_link().linked
         self._budget = budget if takes else 0.0

@@ -147,7 +147,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
     """
 
     def __init__(
-        self, address: str, port: int, nonce: str, timeout_s: float, hear: Callable[[list[bytes]], object] = bool
+        self, address: str, port: int, nonce: str, timeout_s: float, hear: Callable[[list[bytes]], object]
     ) -> None:
         super().__init__()
         self._hear = hear

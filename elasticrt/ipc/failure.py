@@ -73,7 +73,7 @@ class Failure:
             raise ValueError("early is no digest")
 
 
-def first_cause(failures: Sequence[Failure], ended: Sequence[str] = ()) -> Failure | None:
+def first_cause(failures: Sequence[Failure], ended: Sequence[str]) -> Failure | None:
     """The first cause among `failures`, in the order in which they came; None without failures.
 
     It is the first failure that is not collateral. If there is none, the others waited for a worker that had ended with

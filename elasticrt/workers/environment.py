@@ -18,7 +18,7 @@ DEFAULTS = {
 }
 
 
-def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:
+def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool) -> dict[str, str]:
     """The environment that `workers` processes on one node and their parent share, made from the user's `env`.
 
     `fresh`: a new run does not resume from a directory.

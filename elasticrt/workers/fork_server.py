@@ -69,9 +69,9 @@ class WorkerParent:
         method: str,
         env: Mapping[str, str],
         directory: str | Path,
-        preload: Sequence[str] = (),
-        kind: str = "script",
-        target: str = "",
+        preload: Sequence[str],
+        kind: str,
+        target: str,
     ) -> None:
         self._sending = threading.Lock()
         self._closing = False

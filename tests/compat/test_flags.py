@@ -327,9 +327,9 @@ def test_too_few_gpus_are_refused() -> None:
 def test_what_the_user_has_set_stays() -> None:
     """Threads and NCCL's error handling have torchrun's defaults, and are the user's where they are set."""
     names = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "THP_MEM_ALLOC_ENABLE")
-    assert [worker_environment({}, 2).get(name) for name in names] == ["1", "1", "1"]
-    assert [worker_environment({}, 1).get(name) for name in names] == [None, "1", "1"]
-    assert worker_environment(dict.fromkeys(names, "0"), 2) == dict.fromkeys(names, "0")
+    assert [worker_environment({}, 2, fresh=False).get(name) for name in names] == ["1", "1", "1"]
+    assert [worker_environment({}, 1, fresh=False).get(name) for name in names] == [None, "1", "1"]
+    assert worker_environment(dict.fromkeys(names, "0"), 2, fresh=False) == dict.fromkeys(names, "0")
 
 
 def test_streams_by_local_rank() -> None:

@@ -229,7 +229,7 @@ def test_an_agent_on_a_full_or_read_only_file_system(tmp_path: Path) -> None:
 
     def act() -> list[list[Any]]:
         _mount(tmp_path, "size=64k")
-        agent = StoreRequests(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None)
+        agent = StoreRequests(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None, "")
 
         def ask() -> list[Any]:
             own = Own(1, str(tmp_path), "0" * 16, take=True)

@@ -44,7 +44,8 @@ class Rig:
 
     def __init__(self, method: str, env: dict[str, str] | None = None, **options: Any) -> None:
         self.events: queue.Queue[Any] = queue.Queue()
-        self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
+        self.base_env = worker_environment({**os.environ, **(env or {})}, 2, fresh=False)
+        options = {"preload": (), "kind": "script", "target": "", **options}
         self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
         shown = RunOptions(local_ranks_filter=frozenset())
         self.group = WorkerGroup(self.events.put, options=shown)

@@ -97,7 +97,8 @@ def _agent_joins(store: Troubled) -> str:
         node="alpha", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5, port=6, warm=True
     )
     member = Member(Me(record=record, spec=SPEC), "run", token=lambda: "b" * 16, say=print, note=print)
-    one = Membership(settings, queue.SimpleQueue(), Edges(meet=lambda *_: Meeting(store, (), None, "127.0.0.1")))
+    edges = Edges(meet=lambda *_: Meeting(store, (), None, "127.0.0.1"))
+    one = Membership(settings, queue.SimpleQueue(), edges, told_to_leave=lambda: False)
     try:
         assert one.open(member) is None
         return member.view.node if _joined(store.server, "alpha") else ""

@@ -57,7 +57,7 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
 def _proxy() -> tuple[StoreProxy, bytes, MemoryStore]:
     store, record = MemoryStore(MemoryServer(lambda: 0.0)), SpecRecord(spec=SPEC, attempt=1).encode()
     store.commit(Txn((), (Put(KEYS.generation, record),)))
-    return StoreProxy(StoreRequests(store, KEYS, lambda _: None)), record, store
+    return StoreProxy(StoreRequests(store, KEYS, lambda _: None, "")), record, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

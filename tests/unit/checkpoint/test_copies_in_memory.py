@@ -64,7 +64,7 @@ def test_a_state_without_room_is_not_copied(
     state = {"w": torch.empty(size, dtype=torch.uint8, device="cpu" if fits else "meta")}
     agent = Agent()
     with under(agent, monkeypatch) as worker, caplog.at_level(logging.WARNING):
-        copies = MemoryTier(worker, 0.01)
+        copies = MemoryTier(worker, 0.01, "")
         copies.begin(0.0, 0)
         uses = copies.to_agent(state, 1, 0)
         assert len(uses) == fits
@@ -84,7 +84,7 @@ def test_a_newcomer_has_the_memory_of_its_first_copy(budget: float, monkeypatch:
     state = {**small, "optimizer": {"first": weight + 1, "second": weight + 2, "more": weight + 3}}
     with under(Agent(), monkeypatch) as worker:
         buffers = Buffers()
-        MemoryTier(worker, budget).touch(small, buffers)
+        MemoryTier(worker, budget, "").touch(small, buffers)
     touched = {each.data_ptr() for each in itertools.chain(*buffers._taken.values())}
     copied = plain_copy(state, "state", buffers)
     found = {each.data_ptr() for each in tensors_of(copied)}
@@ -96,7 +96,7 @@ def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     """While others had the state, copies could be rare; then after the next step, whichever it is, and rarely again."""
     agent, snapshots, state = Agent(), Snapshots(), {"w": torch.ones(1000)}
     with under(agent, monkeypatch) as worker:
-        copies = MemoryTier(worker, 1e-9)
+        copies = MemoryTier(worker, 1e-9, "")
         copies.begin(0.0, 0)
         for step, number in ((1024, 1), (1031, 2)):
             assert copies.due(1e12, step)
@@ -109,7 +109,7 @@ def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_an_agent_none_are_taken() -> None:
     """A script that runs by itself has nobody to keep its copies."""
-    copies = MemoryTier(WorkerEnv.from_env({}), 0.01)
+    copies = MemoryTier(WorkerEnv.from_env({}), 0.01, "")
     copies.begin(0.0, 0)
     assert not copies.due(1e12, 1024)
 

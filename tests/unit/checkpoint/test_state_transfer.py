@@ -57,7 +57,7 @@ def _rank(number: int, world: int, listening: socket.socket, work: Callable[[Mee
     torch.set_num_threads(1)
     if number == 0:
         GroupStoreServer(listening, "nonce")
-    store = GroupStore("127.0.0.1", listening.getsockname()[1], "nonce", 60)
+    store = GroupStore("127.0.0.1", listening.getsockname()[1], "nonce", 60, bool)
     try:
         answer = work(Meeting(store, number, world, "nonce", lambda: False))
     except Exception as error:  # noqa: BLE001  It is the answer.

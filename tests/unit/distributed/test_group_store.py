@@ -37,7 +37,7 @@ def port() -> Iterator[int]:
 
 
 def _client(port: int, timeout_s: float = 20.0) -> GroupStore:
-    return GroupStore("127.0.0.1", port, NONCE, timeout_s)
+    return GroupStore("127.0.0.1", port, NONCE, timeout_s, bool)
 
 
 def _line(value: object) -> bytes:
@@ -147,7 +147,7 @@ def test_a_server_that_ends_lets_all_go() -> None:
 def test_another_generation_is_not_answered(port: int) -> None:
     """Behind a port that is used again there may be a store of another nonce."""
     with pytest.raises(dist.DistNetworkError):
-        GroupStore("127.0.0.1", port, "another nonce", 20.0)
+        GroupStore("127.0.0.1", port, "another nonce", 20.0, bool)
     assert _client(port).add("its own", 1) == 1
 
 

@@ -27,7 +27,7 @@ def _rank(number: int, world: int, listening: socket.socket, work: Callable[[int
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if number == 0:
         GroupStoreServer(listening, "nonce")
-    store = GroupStore("127.0.0.1", listening.getsockname()[1], "nonce", 60)
+    store = GroupStore("127.0.0.1", listening.getsockname()[1], "nonce", 60, bool)
     dist.init_process_group("gloo", store=store, rank=number, world_size=world)
     try:
         answer = work(number)

@@ -246,9 +246,9 @@ def test_first_cause():
     """The first failure that is no collateral is the cause; with collateral only, the first; with none, None."""
     peer = failure(0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
     cause, later = failure(1, code=-11), failure(2, code=3)
-    assert first_cause([peer, cause, later]) is cause
-    assert first_cause([peer]) is peer
-    assert first_cause([]) is None
+    assert first_cause([peer, cause, later], ()) is cause
+    assert first_cause([peer], ()) is peer
+    assert first_cause([], ()) is None
 
 
 def test_the_others_are_told_the_first_cause():
