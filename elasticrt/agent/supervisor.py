@@ -138,7 +138,7 @@ class Supervisor:
         beside = len(self.pages.ready_beside(self._joining.ranks))
         living = {
             "ready": len(able) + beside,
-            "new": beside + self.pages.new(state, able),
+            "new": beside,
             "has_state": self.pages.have_state(state, able),
         }
         seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.

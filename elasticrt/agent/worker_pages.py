@@ -53,10 +53,6 @@ class WorkerPages:
         """Which of `local_ranks`, whose workers set up beside the training, have finished that."""
         return [rank for rank in sorted(local_ranks) if self._word(rank, 0, "in_place") == READY]
 
-    def new(self, state: GroupState, local_ranks: Sequence[int]) -> int:
-        """How many of `local_ranks` have never had the state of the run."""
-        return sum(not self._word(rank, state.number, "entered") for rank in local_ranks)
-
     def have_state(self, state: GroupState, local_ranks: Sequence[int]) -> bool:
         """Whether one of `local_ranks` has the state of its generation, or of the one before."""
         return any(self._word(rank, state.number, "restored_at_ns") for rank in local_ranks)

@@ -363,7 +363,7 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     seat = view.seat_of(entry.record)
     if seat is not None and _goes_on_unheard(view, entry):
         ready = max(entry.record.ready, seat.workers)
-        return _with(entry, {"ready": ready, "new": max(entry.record.new, ready - seat.workers)})
+        return _with(entry, {"ready": ready, "new": ready - seat.workers})
     return entry
 
 

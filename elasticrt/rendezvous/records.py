@@ -114,9 +114,9 @@ class Member(Record):
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
     `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
-    the present one, or have set up beside it; `new`: how many of those have never had the run's state; `has_state`:
-    whether one has the present one. `goes_on`: written by the leader, which sees all members: the generation of which
-    workers can go on, on whichever node; 0 when it sees none.
+    the present one, or have set up beside it, as so many `new` ones have; `has_state`: whether one has the run's state.
+    `goes_on`: written by the leader, which sees all members: the generation of which workers can go on, on whichever
+    node; 0 when it sees none.
     `ended`: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
     ended well. `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store,
     should this member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for

@@ -165,8 +165,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= least", "in_place = False"),),
     "newcomers come in with a loss": ((_LED, "publish", "len(stay) >= least:", "False:"),),
     "newcomers of a node that goes on come in with a loss": ((_LED, "publish", "entry.record.ready - entry.record.new", "entry.record.ready"),),
-    "a node forgets which of its workers are new": (("elasticrt.agent.supervisor", "Supervisor.describe", '"new": beside + self.pages.new(state, able)', '"new": 0'),),
-    "no newcomer counts that has a seat already": (("elasticrt.agent.supervisor", "Supervisor.describe", '"new": beside + self.pages.new(state, able)', '"new": beside'),),
+    "a node forgets which of its workers are new": ((_A + "supervisor", "Supervisor.describe", '"new": beside,', '"new": 0,'),),
+    "who has come in counts as a newcomer until its key says otherwise": ((_LED, "as_reported", '"new": ready - seat.workers', '"new": entry.record.new'),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "a node has as many seats as workers, alive or not": (
         (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),

@@ -46,7 +46,8 @@ class Worker:
 
     Attributes:
         env: who it is, as its agent sees it; `seat`: the seat that has come and is not taken yet.
-        own: who it is, as it knows itself: the last seat that it has taken.
+        own: who it is, as it knows itself: the last seat that it has taken; `seats`: how many have come in place.
+        came_beside: it was started beside the training.
         told: its end has been told to the agent, so that nothing can be said to it any more.
         trained: its state, of as many finished steps; `whole`: it is the state of just these.
         group: the process group that it is in, or comes to.
@@ -63,7 +64,7 @@ class Worker:
         self.incarnation = owner.process.agent.member.me.record.incarnation
         self.attempt = env.attempt
         self.alive, self.stopping, self.told, self.left = True, False, False, False
-        self.seated = False
+        self.seated, self.seats, self.came_beside = False, 0, env.beside
         self.trained: Trained = () if env.beside else self._beginning()
         self.whole = not env.beside
         self.seat: WorkerEnv | None = None
@@ -299,7 +300,7 @@ class Worker:
             return
         if env.generation < (self.seat or self.own).generation:
             return  # What an agent says comes in order.
-        self.seat = env
+        self.seat, self.seats = env, self.seats + 1
         if self.group is not None:
             self.group.cut(self)
         elif self.waiting:

@@ -130,8 +130,9 @@ class Work:
         spec = self.history.spec.spec if self.history.spec is not None else None
         if not self.sim.plan.stays or generation is None or spec is None or spec.join == "failure":
             return
-        others = {worker.process.name for worker in workers if worker.page.entered}
-        came_in = generation.kind in ("failure", "lost") and any(not worker.page.entered for worker in workers)
+        new = [worker for worker in workers if worker.came_beside and worker.seats == 1]
+        others = {worker.process.name for worker in workers if worker not in new}
+        came_in = generation.kind in ("failure", "lost") and new
         text = f"newcomers come to generation {group.generation} ({generation.kind}), where others may evaluate"
         require(not came_in or generation.waits or len(others) < spec.min_nodes, "L9", text)
 
