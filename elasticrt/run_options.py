@@ -54,6 +54,7 @@ class EtcdOptions:
     # serves an etcd there.
     meet_at: Address | None = None
     serves: bool | None = None  # Whether this agent is that one; None: the address decides.
+    standalone: bool = False  # Whether the run is of this node only, in so many words.
 
 
 @dataclass(frozen=True, kw_only=True)

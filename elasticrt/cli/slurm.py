@@ -69,8 +69,21 @@ class Slurm:
 def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
     """`options` with the run id and the way to etcd that SLURM knows, where they are not given.
 
-    Raises ConfigError where each agent of the run would start an etcd of its own.
+    Raises ConfigError where each agent of a step of several nodes would train alone, or start an etcd of its own.
     """
+    if (
+        slurm is not None
+        and slurm.step_nodes > 1
+        and options.nnodes[1] == 1
+        and not (options.run_id or options.standalone)
+    ):
+        raise ConfigError(
+            "a step of several nodes, and runs of one node",
+            "--nnodes",
+            got=f"{slurm.step_nodes} nodes in step {slurm.step}, each of which would train alone",
+            expected="how many nodes train together",
+            remedy=f"Give --nnodes 1:{slurm.step_nodes}, or --standalone where each node is to train for itself",
+        )
     run_id = slurm.run_id(options.nnodes[1]) if slurm is not None else None
     if slurm is None or run_id is None:
         return options
@@ -79,7 +92,8 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
         return options
     first = slurm.step_nodes > 1 and bool(slurm.first)
     if first and options.insecure_etcd:
-        return replace(options, meet_at=meeting_place(f"{slurm.first}:{_PORTS[slurm.job % len(_PORTS)]}"))
+        there = meeting_place(f"{slurm.first}:{_PORTS[slurm.job % len(_PORTS)]}")
+        return replace(options, meet_at=there, serves=True if slurm.node == slurm.first else None)
     raise ConfigError(
         "nodes of a SLURM job that have no etcd to meet in",
         "--etcd",

@@ -165,7 +165,7 @@ def _standalone(options: RunOptions) -> RunOptions:
         what, got = "a run of this node only that waits for more", f"a minimum of {options.nnodes[0]} nodes"
         remedy = "Leave --standalone out, or --nnodes and --min-nodes"
         raise ConfigError(what, "--standalone", got=got, expected="a minimum of 1", remedy=remedy)
-    return replace(options, nnodes=(1, 1), run_id=None, etcd=())
+    return replace(options, nnodes=(1, 1), run_id=None, etcd=(), standalone=True)
 
 
 def _less(shown: Streams, kept: Streams) -> Streams:

@@ -168,7 +168,9 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
         "run_id": run_id,
         "record": str(record),
         "binary": str(etcd_server.find_binary()),
-        "listen": None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint")),
+        "listen": None
+        if listen is None
+        else asdict(etcd_server.claim(listen, "--rdzv-endpoint, or SLURM's first node")),
         "lock_fd": lock_fd,
     }
     try:

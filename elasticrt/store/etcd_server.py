@@ -132,10 +132,15 @@ def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
 
 
 def caught_signals() -> SimpleQueue[int]:
-    """From now on SIGTERM, SIGINT, and the end of a child only put their numbers into this queue."""
+    """From now on SIGTERM, SIGINT, and the end of a child only put their numbers into this queue.
+
+    A scheduler may send SIGUSR1 to every process of a job, as a warning: it does nothing here, nor in etcd.
+    """
     signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda received, _: signals.put(received))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     return signals
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
-from elasticrt.distributed.sigterm_guard import sheltered
+from elasticrt.distributed.signal_guard import sheltered
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
 AnySampler = ElasticBatchSampler | ElasticDistributedSampler | None

@@ -22,7 +22,7 @@ from elasticrt.checkpoint.memory_tier import BUDGET
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed import agent_client, handover, regroup
-from elasticrt.distributed.sigterm_guard import SigtermGuard
+from elasticrt.distributed.signal_guard import SignalGuard
 from elasticrt.errors import ConfigError, Handover, explain
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
@@ -93,7 +93,7 @@ class Loop:
         self._undo = Undo(self._state, seeded=seed is not None)
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
-        self._guard = SigtermGuard()
+        self._guard = SignalGuard()
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.

@@ -71,7 +71,8 @@ class TrainingState:
         self.begun: int | None = None
         # Whether the state is of an epoch whose batches had begun before it was put back, and have not begun here.
         self.begins_late = False
-        self.accumulates = False  # Whether gradients of earlier steps count, because no optimizer has stepped since.
+        # Whether gradients of earlier steps count, because an optimizer has not stepped since.
+        self.accumulates = False
         self._shown = shown
 
     def samples(self) -> int:

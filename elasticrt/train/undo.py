@@ -71,6 +71,7 @@ class Undo:
         self.in_step = False  # Whether a block of a step is open.
         self.open = False  # Whether a step is noted that does not count yet.
         self.stepped = False  # Whether an optimizer has stepped in the present batch.
+        self._moved: set[int] = set()  # Which have stepped in the present step, by id.
         # Whether one has begun to step in the present step, so that the state may be that of no step.
         self.touched = False
         # The state of the position while the script runs code before or after the batches of an epoch, which is run
@@ -110,14 +111,16 @@ class Undo:
 
     def step_ends(self) -> None:
         """The whole step is done: note whether it had collectives since its first optimizer began."""
-        self._training.accumulates = not self.stepped
+        # One that has not stepped may have to add up more: the gradients of all are kept then.
+        self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))
         if not self.touched:
             self._learn()
         if self.stepped and collectives.sequence_number() != self._collectives:
             self._training.habits.communicates_late = True
 
-    def _has_stepped(self, *_: Any) -> None:
+    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.stepped = True
+        self._moved.add(id(optimizer))
 
     def _learn(self) -> None:
         """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
@@ -146,6 +149,7 @@ class Undo:
         self._state = None
         self.open = True
         self.touched = self._unknown = False
+        self._moved.clear()
         self._modules.note(habits.early_parameters)
         objects = {
             name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else Note(each.state_dict())

@@ -96,12 +96,17 @@ class Weighting:
         self.begin(WHOLE)
 
     def attach(self) -> None:
-        """Put hooks on parameters that have none yet, also on those of layers that were added or unfrozen."""
+        """Put hooks on parameters that have none yet: of layers that were added, and frozen ones as well, which the
+        script may unfreeze in the middle of a step."""
         # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
-            if parameter.requires_grad and id(parameter) not in weighted and parameter not in self._handles:
+            can_learn = parameter.requires_grad or parameter.is_floating_point() or parameter.is_complex()
+            if can_learn and id(parameter) not in weighted and parameter not in self._handles:
+                learns = parameter.requires_grad
+                parameter.requires_grad_()  # Else torch takes no hook, which it keeps when the parameter is frozen.
                 self._handles[parameter] = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(learns)
         if not self._norm_handles:
             for norm in self._norms:
                 self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))

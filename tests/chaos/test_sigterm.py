@@ -44,11 +44,19 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loaders", [0, 2])
-def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Path, loaders: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "loaders"),
+    [
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+        (signal.SIGUSR1, 2),
+    ],
+)
+def test_every_process_of_a_node_gets_a_signal_at_once(
+    tmp_path: Path, script: Path, number: signal.Signals, loaders: int
+) -> None:
     """A02, as SLURM's scancel does it: workers and DataLoader processes stay for the handover; no step is lost."""
-    options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]
+    options = ["--nnodes", "1:2", "--join", "now", "--signals-to-handle", "SIGTERM,SIGUSR1", *TOGETHER]
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), str(loaders), "2"]) as cluster:
         keeper = cluster.start("node-0")  # It starts this machine's etcd, which nobody else would.
         cluster.wait("an etcd", lambda: bool(cluster.events("agent_started")))
@@ -60,7 +68,7 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
         processes = [agent, *agent.children(recursive=True)]
         assert len(processes) == 3 + loaders  # Agent, worker parent, worker.
         for process in processes:
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
         assert leaver.process.wait(60) == 143
         assert keeper.process.wait(60) == 0
     generations = {event["number"]: event for event in cluster.events("generation")}

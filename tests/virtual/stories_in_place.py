@@ -443,15 +443,11 @@ IN_PLACE: list[Plan] = [
     _living(
         "another node loses a worker before a node's key tells of its new seats",
         3,
-        Fault(6.0, "worker_killed", "n1", other="1"),
-        Fault(5.99, "missed", "n0", 0.4),
-        Snag("n1", "announces its state", "unsent", on="has set up beside"),
         Snag("n1", "announces its state", "slow", 4.0, on="n1.1 Run: generation 2"),
         Fault(3.0, "worker_killed", "n2", on="n1.1 Run: generation 2"),
-        workers=(1, 2, 1),
-        setup_s=0.1,
-        timeout_s=0.25,
-        generations_max=6,
+        arrivals=(0.0, 6.0, 0.1),
+        setup_s=6.0,
+        generations_max=4,
     ),
     _living(
         "a newcomer waits for a worker that is busy for long",

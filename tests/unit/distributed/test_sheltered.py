@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.distributed.sigterm_guard import sheltered
+from elasticrt.distributed.signal_guard import sheltered
 from tests.fake_worker import Agent, under
 
 OPEN = Path("/proc/self/fd")
