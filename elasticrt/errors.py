@@ -96,9 +96,26 @@ class Handover(BaseException):
 def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
     """`value`, if it is an int of at least `least`. Raises TypeError, ValueError with the `name` of the argument."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(explain(f"{name} is not a whole number", where, got=value, expected=f"an int >= {least}"))
+        raise TypeError(explain(f"{name} is not a whole number", where, got=repr(value), expected=f"an int >= {least}"))
     if value < least:
         raise ValueError(explain(f"{name} is too small", where, got=value, expected=f">= {least}"))
+    return value
+
+
+def path_of(value: object, where: str) -> str:
+    """`value` as text, if it is the path of a directory. Raises TypeError, ValueError."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(explain("not a path", where, got=repr(value), expected="a directory's path"))
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ValueError(explain("no path of a directory", where, got=repr(path), expected="one that is not empty"))
+    return path
+
+
+def flag(value: object, name: str, where: str) -> bool:
+    """`value`, if it is a bool. Raises TypeError with the `name` of the argument."""
+    if not isinstance(value, bool):
+        raise TypeError(explain(f"{name} is neither True nor False", where, got=repr(value)))
     return value
 
 

@@ -68,6 +68,7 @@ class CheckpointDirectory:
     """The checkpoint directory `path` as one process uses it: all ranks may read theirs, rank 0 saves, and `keep` stay.
 
     `serial` is the highest serial number that this process knows: what is written next gets a larger one.
+    `had_commits`: whether there were checkpoints when it was claimed.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -76,6 +77,7 @@ class CheckpointDirectory:
         self._directory: Directory | None = None
         self._before: frozenset[str] | None = None  # Nonces that were here when it was claimed; None: it is not.
         self.serial = 0
+        self.had_commits = False
 
     def open(self, *, create: bool) -> bool:
         """Open the directory if it is not open; False when it does not exist and is not to be created.
@@ -107,7 +109,7 @@ class CheckpointDirectory:
         self.open(create=True)
         try:
             take()
-            self.history()  # For the serial number: another rank 0 may have saved here.
+            self.had_commits = bool(self.history().marked)  # The serial number as well: another rank 0 may save here.
             self._before = frozenset(name["nonce"] for name in self._names())
         except OSError as error:
             self._refuse(error)
@@ -130,8 +132,11 @@ class CheckpointDirectory:
     def history(self) -> History:
         """The manifests in the directory, read anew. Raises OSError when it can't be listed."""
         directory = self._opened()
-        troubles, manifests, marked = [], {}, set()
-        for name in self._names():
+        troubles, manifests, marked, names = [], {}, set(), self._names()
+        described = {name["stem"] for name in names if name["suffix"] in (MANIFEST, DRAFT)}
+        for name in names:
+            if name["suffix"] == PAYLOAD and not name["temporary"] and name["stem"] not in described:
+                troubles.append(f"{name.string}: there is no {name['stem']}{MANIFEST} with it")
             if name["suffix"] not in (MANIFEST, DRAFT):
                 continue
             if name["suffix"] == MANIFEST:

@@ -31,7 +31,7 @@ from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import agent_client, collectives, handover
-from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
+from elasticrt.errors import CheckpointError, ElasticError, explain, path_of, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.messages import Unsaved
@@ -63,10 +63,8 @@ class Checkpointer:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(explain("not a path", "Checkpointer", got=directory, expected="a directory's path"))
+        self._shown = path_of(directory, "Checkpointer")
         keep = whole_number(keep, "keep", "Checkpointer", 1)
-        self._shown = os.fspath(directory)
         self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
         self.place = self._head.place
@@ -128,6 +126,10 @@ class Checkpointer:
             kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
             self._missed(kind, self._draft(step, epoch).commit, error)
             return []
+        if self._head.knows_nothing and self._directory.had_commits:
+            what, expected = "there are checkpoints that this script has not read", "restore() before the first save()"
+            remedy = "Call it, so that what is older may be deleted, or save to another directory"
+            raise CheckpointError(what, self._shown, expected=expected, remedy=remedy)
         return [partial(self._write_guarded, self._draft(step, epoch), of_loop)]
 
     def _draft(self, step: int, epoch: int) -> Manifest:

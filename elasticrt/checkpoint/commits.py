@@ -85,6 +85,11 @@ class DirectoryHead:
         """The commit that the state descends from; None at the beginning of a history, and before it is restored."""
         return self.run.heads.get(self.place)
 
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether nothing was restored or saved here."""
+        return self.place not in self.run.heads
+
     def resume_point(self) -> Commit | None:
         """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
         if not self.worker.has_agent:
@@ -128,9 +133,9 @@ class DirectoryHead:
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
-        descends = self.place in self.run.heads
-        reply = self._replace(commit, descends=descends)
-        if not reply.ok and not reply.refusal and not descends:
+        unknown = self.knows_nothing
+        reply = self._replace(commit, descends=not unknown)
+        if not reply.ok and not reply.refusal and unknown:
             why = f"{reply.reason}, and this process has not called restore() here: do so before the first save"
             return replace(reply, reason=why)
         return reply

@@ -62,11 +62,19 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
             else:
                 each.load_state_dict(data[name])
             if shared and isinstance(each, torch.optim.Optimizer):
+                _check_kind(each)
                 _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
             remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where an optimizer has loaded what another kind has saved: torch fails at its next step then."""
+    lacks = sorted({key for group in optimizer.param_groups for key in optimizer.defaults if key not in group})
+    if lacks:
+        raise ValueError(f"another optimizer's state, without {', '.join(lacks)}")
 
 
 def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from elasticrt.data import sample_order
 from elasticrt.distributed.collectives import rank_and_world
-from elasticrt.errors import CheckpointError, explain, whole_number
+from elasticrt.errors import CheckpointError, explain, flag, whole_number
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Position:
             what, remedy = "the dataset has no length", "An IterableDataset brings its own order and needs no sampler"
             raise TypeError(explain(what, self._where, got=got, expected=expected, remedy=remedy))
         self._samples = whole_number(len(dataset), "the dataset's length", self._where, 1)
-        self._shuffle = bool(shuffle)
+        self._shuffle = flag(shuffle, "shuffle", self._where)
         self._seed = whole_number(seed, "seed", self._where, 0)
         if (rank is None) != (world_size is None):
             raise ValueError(explain("give both or none", self._where, got=f"rank={rank}, world_size={world_size}"))
@@ -168,7 +168,7 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         if micro_batch_size is not None:
             whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
         self.micro_batch_size = micro_batch_size
-        self._drop_last = bool(drop_last)
+        self._drop_last = flag(drop_last, "drop_last", self._where)
         # Not `micro_batch_size`: it moves no sample from one step to another, and machines may have unlike memory.
         self._cut = {"global_batch_size": self._batch_size, "drop_last": self._drop_last}
         if self._drop_last and self._samples < self._batch_size:
@@ -239,7 +239,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=num_replicas)
-        self._drop_last = bool(drop_last)
+        self._drop_last = flag(drop_last, "drop_last", self._where)
         self._cut = {"drop_last": self._drop_last}
 
     def __len__(self) -> int:
@@ -258,6 +258,10 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Dataset indices of this rank from the present position to the end of the epoch."""
         rank, world_size = self._rank_and_world()
+        if self._samples and not len(self):
+            got = f"{self._samples} samples for {world_size} ranks, drop_last=True"
+            what, remedy = "an epoch without a single sample for each rank", "Use drop_last=False"
+            raise ValueError(explain(what, self._where, got=got, remedy=remedy))
         positions = sample_order.strided(self._samples, self._consumed, rank, world_size, drop_last=self._drop_last)
         every = self._indices(0, self._samples)
         return (every[position] for position in positions)

@@ -229,7 +229,7 @@ def publish(
     having = {entry.record.incarnation for entry in survivors(view)}
     stay = [_with(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
     stay = [entry for entry in stay if entry.record.ready]
-    if kind in ("failure", "lost") and not waits and led.spec.join != "failure" and len(stay) >= least:
+    if kind in ("failure", "lost") and not waits and len(stay) >= least:
         # Newcomers enter the script at the next step, and come in by a handover. Here somebody may be in an evaluation
         # before that step, which could not be made again with them.
         ready = stay

@@ -214,7 +214,7 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
     since = {
         entry.record.node: entry.ready_since
         for entry in candidates(led.view)
-        if entry.ready_since is not None and _has_more(led, entry)
+        if entry.ready_since is not None and _may_come(led, entry.ready_since) and _has_more(led, entry)
     }
     room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
     if not since:
@@ -223,14 +223,17 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
         return Wait(f"training; {counted(len(since), 'standby node')}")
     if led.me.starting:
         return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
-    if spec.join == "failure":
-        return Wait("newcomers are let in together with a failure (--join failure)")
     ready = sorted(since.values())
     quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
     paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" else 0.0)
     if led.now < max(quiet, paid):
         return Wait(f"{list_names(since)} will join", max(quiet, paid))
     return Reconfiguration("join", _arrival(led, since))
+
+
+def _may_come(led: LeaderContext, ready_since: float) -> bool:
+    """Whether a newcomer may be let in: with --join failure right after another change, if it was ready then."""
+    return led.spec.join != "failure" or ready_since <= led.since
 
 
 def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.signal_guard import SignalGuard
-from elasticrt.errors import ConfigError, Handover, explain
+from elasticrt.errors import ConfigError, Handover, explain, path_of
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
@@ -82,7 +82,7 @@ class Loop:
             raise TypeError(explain(what, "Loop(sampler=)", got=sampler, expected=expected, remedy=remedy))
         if resume not in ("auto", "fresh"):
             raise ConfigError("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
-        self._shown = os.fspath(directory)
+        self._shown = path_of(directory, "Loop")
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
         self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
@@ -396,7 +396,11 @@ class Loop:
             call: gets the generation's number and cause, its world size and the one before (0 at first), and what it
                 has cost. It is called on every rank, newcomers too, with the process group there and the state that of
                 the same step: the place to make subgroups, or to adapt a learning rate.
+
+        Raises TypeError for what can't be called.
         """
+        if not callable(call):
+            raise TypeError(explain("not a function", "on_change", got=repr(call), expected="a function of one Change"))
         self._world.on_change.append(call)
 
     def step(self) -> AbstractContextManager[None]:

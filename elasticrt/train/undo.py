@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from elasticrt.train.training_state import TrainingState
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 
 _Named = dict[str, Any]
+_REMEDY = "Wrap the model in DistributedDataParallel, or add the gradients of all ranks"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Undo:
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
+        self._at_first: int | None = None  # Begun before the first step of this process.
+        self._is_first = True  # Whether no optimizer has stepped yet.
         self.in_step = False  # Whether a block of a step is open.
         self.open = False  # Whether a step is noted that does not count yet.
         self.stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -112,6 +117,10 @@ class Undo:
     def step_ends(self) -> None:
         """The whole step is done: note whether it had collectives since its first optimizer began."""
         # One that has not stepped may have to add up more: the gradients of all are kept then.
+        if self.stepped and self._is_first:
+            self._is_first = False
+            if collectives.sequence_number() == self._at_first and not collectives.alone():
+                _log.warning("the first step has exchanged nothing: each rank trains a model of its own. %s", _REMEDY)
         self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))
         if not self.touched:
             self._learn()
@@ -149,6 +158,7 @@ class Undo:
         self._state = None
         self.open = True
         self.touched = self._unknown = False
+        self._at_first = collectives.sequence_number() if self._at_first is None else self._at_first
         self._moved.clear()
         self._modules.note(habits.early_parameters)
         objects = {

@@ -441,6 +441,16 @@ IN_PLACE: list[Plan] = [
         generations_max=1,
     ),
     _living(
+        "with --join failure newcomers that are ready come in after a loss, and others wait for the next one",
+        4,
+        Fault(12.0, "worker_killed", "n1"),
+        arrivals=(0.0, 0.1, 6.0, 13.0),
+        spec=spec_for(4, join="failure"),
+        setup_s=0.5,
+        generations_max=3,
+        ends_after=60,
+    ),
+    _living(
         "another node loses a worker before a node's key tells of its new seats",
         3,
         Snag("n1", "announces its state", "slow", 4.0, on="n1.1 Run: generation 2"),

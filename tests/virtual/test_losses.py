@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -157,21 +156,18 @@ def test_a_worker_that_was_killed_spends_no_restart_while_others_live_on(
 
 
 @pytest.mark.parametrize(
-    ("half_made", "least", "join", "workers"),
+    ("half_made", "least", "workers"),
     [
-        pytest.param("", 1, "budget", {"n0": 1, "n2": 1}, id="enough live on"),
-        pytest.param("n2", 1, "budget", {"n0": 1, "n2": 1}, id="one in the middle of its step"),
-        pytest.param("", 3, "budget", {"n0": 2, "n2": 2, "n3": 1}, id="with too few nodes"),
-        pytest.param("", 1, "failure", {"n0": 2, "n2": 2, "n3": 1}, id="together with a failure"),
+        pytest.param("", 1, {"n0": 1, "n2": 1}, id="enough live on"),
+        pytest.param("n2", 1, {"n0": 1, "n2": 1}, id="one in the middle of its step"),
+        pytest.param("", 3, {"n0": 2, "n2": 2, "n3": 1}, id="with too few nodes"),
     ],
 )
-def test_newcomers_come_in_where_all_have_agreed_on_a_step(
-    half_made: str, least: int, join: Literal["budget", "failure"], workers: dict[str, int]
-) -> None:
+def test_newcomers_come_in_where_all_have_agreed_on_a_step(half_made: str, least: int, workers: dict[str, int]) -> None:
     """W02: neither a node that stands by nor a worker that is ready beside the training takes a lost worker's place at
-    once, because others may be in an evaluation, unless it is needed, or comes in with failures alone. Who takes their
+    once, because others may be in an evaluation, unless it is needed. Who takes their
     step over, because its own is half made, does."""
-    world = running(3, min_nodes=least, max_nodes=3, join=join)
+    world = running(3, min_nodes=least, max_nodes=3, join="budget")
     world.add("n3")
     for name, member in world.members.items():
         seated = name != "n3"

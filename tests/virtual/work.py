@@ -128,7 +128,7 @@ class Work:
         require(workers[source].whole and workers[source].step == max(whole), "S18", text)
         generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
         spec = self.history.spec.spec if self.history.spec is not None else None
-        if not self.sim.plan.stays or generation is None or spec is None or spec.join == "failure":
+        if not self.sim.plan.stays or generation is None or spec is None:
             return
         new = [worker for worker in workers if worker.came_beside and worker.seats == 1]
         others = {worker.process.name for worker in workers if worker not in new}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,26 @@ def first_fails(directory: Path) -> str:
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def apart(directory: Path) -> dict[str, str]:
+    """What is said of a step with and without an exchange of gradients."""
+    said: dict[str, str] = {}
+    for name in ("alone", "wrapped"):
+        model: nn.Module = nn.Linear(1, 1)
+        model = DistributedDataParallel(model) if name == "wrapped" else model
+        lines = io.StringIO()
+        handler = logging.StreamHandler(lines)
+        logging.getLogger("elasticrt").addHandler(handler)
+        optimizer = torch.optim.SGD(model.parameters())
+        loop = elasticrt.Loop(directory / f"apart-{name}", model=model, optimizer=optimizer)
+        for _ in loop.steps(2):
+            with loop.step():
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+        said[name] = lines.getvalue()
+        logging.getLogger("elasticrt").removeHandler(handler)
+    return said
 
 
 def damaged(directory: Path) -> str:

@@ -73,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     directory = tmp_path_factory.mktemp("small")
     (directory / "damaged").mkdir()
     (directory / "damaged" / f"{DAMAGED}.json").write_text("not json")
-    names = ("first_and_sum", "first_fails", "damaged", "waits", "other_batches", "other_loaders")
+    names = ("first_and_sum", "first_fails", "damaged", "waits", "other_batches", "other_loaders", "apart")
     return dict(zip(names, run(directory, *((3, name, {}) for name in names)), strict=True))
 
 
@@ -107,6 +107,13 @@ def test_batch_sizes_that_differ(small):
     assert [words in text for text in small["other_batches"]] == [True, True, True]
     words = "got batch_size=6 on rank 1; expected batch_size=5, as on other ranks"
     assert [words in text for text in small["other_loaders"]] == [True, True, True]
+
+
+def test_a_step_without_an_exchange_is_told(small):
+    """Whoever forgets DistributedDataParallel trains a model on each rank, and would find out by the results."""
+    for rank in small["apart"]:
+        assert rank["alone"].count("each rank trains a model of its own. Wrap the model in") == 1
+        assert rank["wrapped"] == ""
 
 
 def test_waiting_is_not_silent_and_not_a_collective(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
-from elasticrt.checkpoint import checkpointer, restoring
+from elasticrt.checkpoint import checkpointer, commits, restoring
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
 from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
@@ -513,6 +514,30 @@ def test_a_save_without_restore_beside_another_history(tmp_path, monkeypatch):
         assert saver.wait()
         wait_until(lambda: agent.of(Unsaved), "the agent is told")
         assert "has not called restore() here" in agent.of(Unsaved)[0].reason
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_checkpoints_that_were_not_read_are_not_replaced(tmp_path, monkeypatch, agent):
+    """Whoever saves without `restore` would delete, by and by, what another training has saved."""
+    save(tmp_path, 1, 2)
+    there = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(commits, "_runs", {})  # As in another process.
+    with under(Agent(), monkeypatch) if agent else contextlib.nullcontext():
+        saver = Checkpointer(tmp_path, keep=1)
+        with pytest.raises(CheckpointError, match=r"this script has not read .*expected restore\(\) before"):
+            saver.save(state(3), step=3)
+        assert [path for path in sorted(tmp_path.iterdir()) if path.suffix in (".pt", ".json")] == [
+            path for path in there if path.suffix in (".pt", ".json")
+        ]
+
+
+def test_a_payload_without_its_manifest_is_told(tmp_path, caplog):
+    """Somebody has copied the large files alone, or a process died between the two: nobody wonders where they are."""
+    save(tmp_path, 1, 2)
+    (manifest,) = tmp_path.glob("step-2-*.json")
+    manifest.unlink()
+    assert restored(tmp_path) == 1
+    assert f"{payload(tmp_path, 2).name}: there is no {manifest.name} with it" in caplog.text
 
 
 def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):

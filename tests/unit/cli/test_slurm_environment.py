@@ -86,7 +86,6 @@ ETCD = ("--etcd", "http://127.0.0.1:1", "--nnodes", "1:4")
         ({**TASK, "SLURM_CLUSTER_NAME": "my lab!"}, ETCD, "n2", "my-lab--19"),
         ({**TASK, "SLURM_CLUSTER_NAME": ""}, ETCD, "n2", "slurm-19"),
         (TASK, (*ETCD, "--run-id", "mine", "--node", "x"), "x", "mine"),
-        (TASK, ETCD[:2], "n2", None),  # One node at most: a run of its own.
         (ELEMENT, ETCD[:2], "n2", None),  # As in a search for parameters.
         (TASK, ("--standalone",), "n2", None),
         (BATCH, ETCD, "n1", None),
@@ -148,6 +147,14 @@ def test_agents_that_could_never_meet_are_refused(env: dict[str, str], words: st
     """Without an etcd each of them would train alone, on the same checkpoints: better not at all."""
     with pytest.raises(ConfigError, match=words):
         _configure(env, "--nnodes", "1:3", "train.py")
+
+
+@pytest.mark.parametrize("argv", [(), ETCD[:2], ("--nnodes", "1")])
+def test_agents_of_one_step_that_would_each_train_alone_are_refused(argv: tuple[str, ...]) -> None:
+    """`srun` on three nodes, and a run of one node each: who means that says --standalone, or gives each a name."""
+    with pytest.raises(ConfigError, match="--nnodes 1:3, or --standalone"):
+        _configure(TASK, *argv, "train.py")
+    assert _configure(TASK, *argv, "--run-id", "mine", "train.py")[0].run_id == "mine"
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"])

@@ -149,6 +149,8 @@ def test_impossible_position_is_refused(consumed):
         ({"global_batch_size": 4, "rank": 1}, ValueError),
         ({"global_batch_size": 4, "rank": 2, "world_size": 2}, ValueError),
         ({"global_batch_size": 11, "drop_last": True}, ValueError),
+        ({"global_batch_size": 4, "drop_last": None}, TypeError),
+        ({"global_batch_size": 4, "shuffle": "no"}, TypeError),
         ({"dataset": 10, "global_batch_size": 4}, TypeError),
         ({"dataset": [], "global_batch_size": 4}, ValueError),
     ],
@@ -157,6 +159,14 @@ def test_bad_arguments(arguments, error):
     """Wrong types and sizes are refused at once, in the one form of message."""
     with pytest.raises(error, match=r"ElasticBatchSampler\)"):
         ElasticBatchSampler(**({"dataset": data(10)} | arguments))
+
+
+def test_an_epoch_with_nothing_for_each_rank_is_refused():
+    """A world that is larger than the data, and drop_last: nothing would be trained, and nobody told."""
+    sampler = ElasticDistributedSampler(data(2), num_replicas=3, rank=0, drop_last=True)
+    with pytest.raises(ValueError, match="2 samples for 3 ranks, drop_last=True"):
+        iter(sampler)
+    assert len(list(ElasticDistributedSampler(data(2), num_replicas=3, rank=0))) == 1
 
 
 def test_place_comes_from_the_environment_without_a_group(monkeypatch):

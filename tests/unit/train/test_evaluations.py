@@ -99,7 +99,7 @@ def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> Non
         loop._world.evaluations.end(2, 0.5)
         assert loop.evaluate(random.random) == 0.5
         with loop.step():
-            loop._undo._has_stepped()
+            loop._undo._has_stepped(loop._undo._optimizers[0])
 
 
 def test_evaluate_without_an_agent(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_evaluate_without_an_agent(tmp_path: Path) -> None:
         with loop.step():
             with pytest.raises(ConfigError, match="an evaluation inside a step"):
                 loop.evaluate(doubled, 2, plus=1)
-            loop._undo._has_stepped()
+            loop._undo._has_stepped(loop._undo._optimizers[0])
         assert loop.evaluate(doubled, step, plus=1) == 2 * step + 1
         assert loop.evaluate(lambda: loop.evaluate(doubled, 1, plus=0)) == 2
         with pytest.raises(TypeError, match=r"nothing to call \(evaluate\): got 3"):

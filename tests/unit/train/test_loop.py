@@ -453,6 +453,16 @@ def test_a_checkpoint_of_other_code_is_refused(tmp_path, make, word):
         next(make(tmp_path).epochs(2))
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
+    """Torch loads it, and fails at the next step, which says nothing of a checkpoint."""
+    weight = nn.Parameter(torch.zeros(1))
+    for _ in Loop(tmp_path, optimizer=torch.optim.AdamW([weight])).epochs(1):
+        pass
+    said = r"does not fit 'optimizer'.* another optimizer's state, without dampening"
+    with pytest.raises(CheckpointError, match=said):
+        next(Loop(tmp_path, optimizer=torch.optim.SGD([weight])).epochs(2))
+
+
 class HasNoLoad:
     """Only half of what is needed."""
 
@@ -471,6 +481,10 @@ class HasNoLoad:
         (lambda path: Loop(path, resume="yes"), ConfigError),
         (lambda path: Loop(path, keep=0), ValueError),
         (lambda path: Loop(7), TypeError),
+        (lambda path: Loop(None), TypeError),
+        (lambda path: Loop(""), ValueError),
+        (lambda path: Loop("a\0b"), ValueError),
+        (lambda path: Loop(path).on_change(None), TypeError),
         (lambda path: Loop(path, every=30), TypeError),
         (lambda path: Loop(path, every="soon"), ConfigError),
         (lambda path: Loop(path, every="0 steps"), ConfigError),
@@ -626,6 +640,19 @@ def test_a_new_parameter_in_the_place_of_an_old_one_is_weighted():
     weighting.detach()
 
 
+def test_a_parameter_that_is_unfrozen_in_a_step_is_weighted():
+    """Whoever warms up a head first unfreezes the rest in the middle of an epoch, at any line of the body."""
+    frozen, learns, words = nn.Parameter(torch.ones(1), requires_grad=False), nn.Linear(1, 1), torch.ones(1).long()
+    learns.frozen, learns.words = frozen, nn.Parameter(words, requires_grad=False)
+    weighting = Weighting([learns])
+    weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
+    assert not frozen.requires_grad
+    frozen.requires_grad_()
+    (learns(torch.ones(1)) * frozen).sum().backward()
+    assert frozen.grad.item() == pytest.approx(3 * learns(torch.ones(1)).item())
+    weighting.detach()
+
+
 def test_a_borrowed_sample_never_counts(tmp_path):
     """Weight 0 gives a gradient of zero even where the sample's own is infinite."""
     run = Run(tmp_path)
@@ -743,17 +770,19 @@ def test_scalars_that_are_none(tmp_path):
                 loop.report(loss=wrong)
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside one that steps always"])
 @pytest.mark.parametrize("ends_after", [3, 4])
-def test_gradients_that_are_added_up_are_in_a_checkpoint(tmp_path: Path, ends_after: int) -> None:
+def test_gradients_that_are_added_up_are_in_a_checkpoint(tmp_path: Path, ends_after: int, *, beside: bool) -> None:
     """An optimizer that steps at every second block loses no batch when all begin anew between the two."""
 
     def train(directory: Path, last: int) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW([model.weight], lr=0.1)
+        other = torch.optim.SGD([model.bias], lr=0.1)
         data = TensorDataset(torch.randn(12, 2, generator=torch.Generator().manual_seed(1)))
         sampler = ElasticBatchSampler(data, global_batch_size=2)
-        loop = Loop(directory, sampler=sampler, every="1 steps", model=model, optimizer=optimizer)
+        loop = Loop(directory, sampler=sampler, every="1 steps", model=model, optimizer=optimizer, other=other)
         for _ in loop.epochs(2):
             for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
                 loop._saving._wait()
@@ -762,6 +791,9 @@ def test_gradients_that_are_added_up_are_in_a_checkpoint(tmp_path: Path, ends_af
                     raise KeyboardInterrupt
                 with loop.step():
                     model(x).square().mean().backward()
+                    if beside:
+                        other.step()
+                        other.zero_grad()
                     if step % 2 == 0:
                         optimizer.step()
                         optimizer.zero_grad()
