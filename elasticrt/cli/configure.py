@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticrt.cli.options import log_place
-from elasticrt.cli.slurm import Slurm, placed
+from elasticrt.cli.slurm import Slurm, placed, surplus
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.proc import gpus
 from elasticrt.option_values import as_name, check_name, options_of
@@ -69,8 +69,9 @@ def configure(
     etcd, serve = where_etcd_is(options)
     run_id = options.run_id or _new_run_id()
     workers = count_workers(options.nproc_per_node, env)
-    notes = (f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)
-    options = replace(options, prefix=prefix_of(options, workers, env), notes=(*options.notes, *notes))
+    left = (f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)
+    notes = (*options.notes, *left, *surplus(slurm))
+    options = replace(options, prefix=prefix_of(options, workers, env), notes=notes)
     settings = Settings(
         options=options,
         run_id=run_id,

@@ -33,6 +33,7 @@ class Slurm:
     node: str  # SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
     first: str  # The name of the step's first node.
     step_nodes: int  # Nodes of the step; 1 outside of a step.
+    step_tasks: int  # Its tasks; as many as nodes outside of a step.
     job_nodes: int  # Nodes of the job.
 
     @classmethod
@@ -42,6 +43,7 @@ class Slurm:
             return None
         number = _whole(env, "SLURM_STEP_ID", _OWN_STEPS)
         step = number if number < _OWN_STEPS else None
+        nodes = _whole(env, "SLURM_STEP_NUM_NODES", 1) if step is not None else 1
         return cls(
             cluster=re.sub(r"[^A-Za-z0-9_-]", "-", env.get("SLURM_CLUSTER_NAME", "")) or "slurm",
             job=_whole(env, "SLURM_JOB_ID", 0),
@@ -49,7 +51,8 @@ class Slurm:
             step=step,
             node=env.get("SLURMD_NODENAME", ""),
             first=first_node(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")),
-            step_nodes=_whole(env, "SLURM_STEP_NUM_NODES", 1) if step is not None else 1,
+            step_nodes=nodes,
+            step_tasks=_whole(env, "SLURM_STEP_NUM_TASKS", nodes) if step is not None else nodes,
             job_nodes=_whole(env, "SLURM_JOB_NUM_NODES", 1),
         )
 
@@ -64,6 +67,14 @@ class Slurm:
             return None
         # The next `srun` in the same batch script is another run. By this name it would find that it has succeeded.
         return f"{self.cluster}-{job}" + (f".{self.step}" if self.step else "")
+
+
+def surplus(slurm: Slurm | None) -> list[str]:
+    """The note for an agent beside another one of its step on the same node, if there must be such."""
+    if slurm is None or slurm.step_tasks <= slurm.step_nodes:
+        return []
+    what = f"srun has started {slurm.step_tasks} agents on {slurm.step_nodes} nodes"
+    return [f"{what}: one on each is enough, and starts all of its workers (--ntasks-per-node=1 --nproc-per-node K)"]
 
 
 def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:

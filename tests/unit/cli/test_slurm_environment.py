@@ -164,6 +164,14 @@ def test_malformed_variables_are_named(name: str) -> None:
         Slurm.from_env({**TASK, name: "n[1-3]"})
 
 
+def test_two_agents_of_a_step_on_one_node_are_told() -> None:
+    """One agent starts all workers of its node; a second one takes a seat of its own, or stands by."""
+    many = {**TASK, "SLURM_STEP_NUM_TASKS": "6"}
+    (note,) = _configure(many, *ETCD, "train.py")[0].options.notes
+    assert note.startswith("srun has started 6 agents on 3 nodes: one on each is enough")
+    assert not _configure(TASK, *ETCD, "train.py")[0].options.notes
+
+
 ARGV = ["run", "-m", "train", "--name", "a b"]
 SRUN = "start one agent per node: srun --nodes=3 --ntasks=3 --kill-on-bad-exit=0 --wait=0 elasticrt run"
 
