@@ -232,8 +232,8 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
 
 
 def _may_come(led: LeaderContext, ready_since: float) -> bool:
-    """Whether a newcomer may be let in: with --join failure right after another change, if it was ready then."""
-    return led.spec.join != "failure" or ready_since <= led.since
+    """Whether a newcomer may be let in: with --join failure right after a loss in place, if it was ready then."""
+    return led.spec.join != "failure" or (led.generation.in_place and ready_since <= led.since)
 
 
 def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:

@@ -233,7 +233,9 @@ class Conduct:
         waited = self.history.generations[-1].waits
         same = lives == {seat.incarnation for seat in old.values()} and not (grown or waited or new.waits)
         require(not same, "L6", f"generation {new.number} has the same members as the one before: {new.cause}")
-        allowed = new.kind != "join" or spec.spec.join != "failure" or waited
+        # In place those that stood by come in after the loss.
+        lost = self.history.generations[-1].in_place
+        allowed = new.kind != "join" or spec.spec.join != "failure" or waited or lost
         require(allowed, "L6", f"generation {new.number} lets nodes in without a failure: {new.cause}")
 
     def _is_well(self, seat: Seat, new: Generation) -> bool:
