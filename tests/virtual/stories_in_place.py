@@ -637,7 +637,7 @@ IN_PLACE: list[Plan] = [
         3,
         Fault(6.0, "worker_killed", "n0"),
         Fault(11.81, "worker_killed", "n2"),
-        spec=spec_for(3, join="failure"),
+        spec=spec_for(3, min_nodes=2, join="failure"),
         ends_after=20,
         stays=False,
         lossless=False,
