@@ -110,7 +110,9 @@ class CheckpointDirectory:
         try:
             take()
             self.had_commits = bool(self.history().marked)  # The serial number as well: another rank 0 may save here.
-            self._before = frozenset(name["nonce"] for name in self._names())
+            # Payloads alone, and not one manifest: somebody may have copied them without, and would miss them.
+            kept = () if self.had_commits else (PAYLOAD,)
+            self._before = frozenset(name["nonce"] for name in self._names() if name["suffix"] not in kept)
         except OSError as error:
             self._refuse(error)
 

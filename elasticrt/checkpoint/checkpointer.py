@@ -112,8 +112,11 @@ class Checkpointer:
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
-        if step < self._asked_step:
-            expected = f">= {self._asked_step}, saved before"
+        # Of a Loop the run's head may be ahead: rank 0 has finished a step, saved it, and died alone.
+        known = None if of_loop else self._head.known
+        least = self._asked_step if known is None else max(self._asked_step, known.step)
+        if step < least:
+            expected = f">= {least}, saved before"
             raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
         if not (of_loop or self._head.run.has_loop):

@@ -210,11 +210,11 @@ def _is_starting(led: LeaderContext) -> bool:
 
 def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
     """Let newcomers in, unless the run is full, or has just re-formed."""
-    spec = led.spec
+    spec, after_loss = led.spec, _is_after_loss(led)
     since = {
         entry.record.node: entry.ready_since
         for entry in candidates(led.view)
-        if entry.ready_since is not None and _may_come(led, entry.ready_since) and _has_more(led, entry)
+        if entry.ready_since is not None and (spec.join != "failure" or after_loss) and _has_more(led, entry)
     }
     room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
     if not since:
@@ -225,15 +225,15 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
         return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
     ready = sorted(since.values())
     quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
-    paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" else 0.0)
+    paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" and not after_loss else 0.0)
     if led.now < max(quiet, paid):
         return Wait(f"{list_names(since)} will join", max(quiet, paid))
     return Reconfiguration("join", _arrival(led, since))
 
 
-def _may_come(led: LeaderContext, ready_since: float) -> bool:
-    """Whether a newcomer may be let in: with --join failure right after a loss in place, if it was ready then."""
-    return led.spec.join != "failure" or (led.generation.in_place and ready_since <= led.since)
+def _is_after_loss(led: LeaderContext) -> bool:
+    """Whether the last change was a loss that workers have lived through: newcomers come in after that, not with it."""
+    return led.generation.in_place and led.generation.kind in ("failure", "lost")
 
 
 def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:

@@ -514,6 +514,7 @@ class Loop:
         if self._page.pausing_ns:  # It is a part of the pause around it.
             yield
             return
+        self._pass_block()
         # What the block changes is not handed over: weights may be those of an average, for as long as it lasts.
         repeated = self._undo.outside is not None
         among = not repeated and self._is_between
@@ -572,12 +573,20 @@ class Loop:
             validation.check_known(known=known)
             repeated: Result = found
             return repeated
+        self._pass_block()
         call, what = partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate")
         if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
             with self.pause(what):
                 return call()
         result: Result = self._world.evaluate(partial(self._aside, call), what)
         return result
+
+    def _pass_block(self) -> None:
+        """The body goes on behind the block of a step, so no `break` has left that: its step counts, as when the
+        next one is asked for, whether an optimizer has stepped or not."""
+        if self._block_ended and self._share is not None and self._share.last and not self._undo.in_step:
+            self._settle(passed=True)
+            self._ended = not self._fed
 
     @property
     def _is_between(self) -> bool:

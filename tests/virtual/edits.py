@@ -163,7 +163,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(found, self.saved, ", "(found, "),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= least", "in_place = False"),),
-    "with --join failure newcomers need no loss": ((_R + "reconfiguration", "_may_come", 'led.spec.join != "failure"', "True"),),
+    "with --join failure newcomers need no loss": ((_R + "reconfiguration", "_newcomers", 'spec.join != "failure" or after_loss', "True"),),
     "newcomers come in with a loss": ((_LED, "publish", "len(stay) >= least:", "False:"),),
     "newcomers of a node that goes on come in with a loss": ((_LED, "publish", "entry.record.ready - entry.record.new", "entry.record.ready"),),
     "a node forgets which of its workers are new": ((_A + "supervisor", "Supervisor.describe", '"new": beside,', '"new": 0,'),),

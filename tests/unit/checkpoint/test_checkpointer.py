@@ -540,6 +540,24 @@ def test_a_payload_without_its_manifest_is_told(tmp_path, caplog):
     assert f"{payload(tmp_path, 2).name}: there is no {manifest.name} with it" in caplog.text
 
 
+def test_payloads_without_any_manifest_stay(tmp_path):
+    """A copy of the large files alone can be made whole again, whatever is saved beside it."""
+    save(tmp_path / "a", 1, 2)
+    (tmp_path / "b").mkdir(mode=0o700)
+    copied = [path.rename(tmp_path / "b" / path.name) for path in (tmp_path / "a").glob("*.pt")]
+    save(tmp_path / "b", 1, 3, keep=1)
+    assert len(copied) == 2
+    assert all(path.exists() for path in copied)
+    assert restored(tmp_path / "b") == 3
+
+
+def test_a_later_step_is_not_replaced_by_another_checkpointer(tmp_path):
+    """Two of one directory in one process: steps do not go back."""
+    save(tmp_path, 10)
+    with pytest.raises(ValueError, match=r"steps go back .*got 3; expected >= 10, saved before"):
+        Checkpointer(tmp_path).save(state(3), step=3)
+
+
 def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
     """A newcomer that becomes rank 0 opens the directory at its first save, and goes on from the run's head."""
     save(tmp_path, 1)
