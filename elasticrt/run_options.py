@@ -95,7 +95,8 @@ class RunOptions(EtcdOptions):
     )  # fmt: skip
     join: Literal["now", "budget", "failure"] = _nodes(
         "--join WHEN", "budget", "when newcomers are let in: now, budget (changes cost at most 5 percent of the time), "
-        "or failure (only after a failure, or together with a leaving node)", parse.choice("now", "budget", "failure"),
+        "or failure (only after a loss, or together with a leaving node). After a loss no budget counts",
+        parse.choice("now", "budget", "failure"),
     )  # fmt: skip
     join_timeout_s: float = _nodes(
         "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.duration(0.001)

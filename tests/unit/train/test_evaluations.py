@@ -125,3 +125,24 @@ def test_evaluate_without_an_agent(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             loop.evaluate(lambda: 1 / 0)
     assert (loop.steps_done, loop._page.pausing_ns) == (2, 0)
+
+
+@pytest.mark.parametrize("fed", [False, True], ids=["steps", "batches"])
+def test_a_step_counts_before_its_evaluation_also_where_no_optimizer_has_stepped(tmp_path: Path, *, fed: bool) -> None:
+    """Gradients are added up over two steps: an evaluation or a pause after the first is one between two steps."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    found = []
+    batches = (x for _ in loop.epochs(1, max_steps=4) for x in loop.batches([1, 2, 3, 4, 5]))
+    for _ in batches if fed else loop.steps(4):
+        with loop.step():
+            model(torch.ones(1)).sum().backward()
+            if loop.steps_done % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((loop.steps_done, loop.evaluate(lambda: loop._is_between)))
+        with loop.pause("look"):
+            found.append((loop.steps_done, loop._is_between))
+    assert found == [(step, True) for step in (1, 1, 2, 2, 3, 3, 4, 4)]
+    assert loop.steps_done == 4
