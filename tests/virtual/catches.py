@@ -134,20 +134,40 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "a damaged copy is offered again": ("L6", "all copies are damaged"),
     "all start anew, whoever could go on": ("S13", "a worker is killed, and all others go on"),
+    "with --join failure newcomers need no loss": ("L6", "nobody is let in without a failure"),
+    "newcomers come in with a loss": (
+        "L9",
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+    ),
+    "newcomers of a node that goes on come in with a loss": (
+        "L9",
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+    ),
+    "a node forgets which of its workers are new": (
+        "L9",
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+    ),
+    "who has come in counts as a newcomer until its key says otherwise": (
+        "L6",
+        "another node loses a worker before a node's key tells of its new seats",
+    ),
     "all go on, and nobody has the state": ("S18", "the only one that has the state drains, and another has set up"),
     "a node has as many seats as workers, alive or not": ("L6", "a worker is killed, and all others go on"),
     "workers that are ready beside their node's seat are not let in": (
         "L4",
         "a worker is killed, and all others go on",
     ),
-    "the silence of a life is forgotten with its key": ("L7", 1354174),
+    "the silence of a life is forgotten with its key": (
+        "L4",
+        "a leader does not hear a node, nor the next life of another one whose key goes",
+    ),
     "an old report counts, and not the key that is newer": (
         "S18",
         "a node comes back without the state that its last report has told of",
     ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
     "a key counts, and not the seat that it does not tell of": (
-        "L9",
+        "L6",
         "another node loses a worker before a node's key tells of its new seats",
     ),
     "followers are not told that workers go on": (
@@ -442,7 +462,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),
     "_newcomers without: led.me.starting": ("L6", "newcomers come while a generation starts"),
-    "_newcomers without: spec.join == 'failure'": ("L6", "nobody is let in without a failure"),
     "_newcomers without: led.now < max(quiet, paid)": ("L6", "newcomers come together"),
     "_has_more without: 0 < entry.record.generation < led.view.number": (
         "L6",

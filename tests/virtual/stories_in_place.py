@@ -638,6 +638,7 @@ IN_PLACE: list[Plan] = [
         Fault(6.0, "worker_killed", "n0"),
         Fault(11.81, "worker_killed", "n2"),
         spec=spec_for(3, min_nodes=2, join="failure"),
+        setup_s=5.75,
         ends_after=20,
         stays=False,
         lossless=False,

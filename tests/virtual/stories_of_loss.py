@@ -191,6 +191,17 @@ LOSSES: list[Plan] = [
         arrivals=(0.0, 0.1, 0.2, 18.0),
     ),
     story(
+        "a leader does not hear a node, nor the next life of another one whose key goes",
+        3,
+        Fault(5.9, "cut_pair", "n0", 14.0, "n2"),
+        Fault(6.0, "crash", "n1"),
+        Fault(6.4, "start", "n1"),
+        Fault(6.6, "cut_pair", "n0", 14.0, "n1"),
+        Fault(7.0, "key_deleted", "n1"),
+        Fault(7.2, "cut_etcd", "n1", 12.0),
+        warm_s=0.1,
+    ),
+    story(
         "a leader that hears nobody loses its key, and newcomers have answered it",
         5,
         Fault(5.0, "cut_pair", "n0", 5.1, "n1"),
