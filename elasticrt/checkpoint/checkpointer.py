@@ -94,7 +94,8 @@ class Checkpointer:
             epoch: the epoch that the next step belongs to.
 
         Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
-        something in `state` can't be saved, CheckpointError for a directory that can't be used, DuplicateError (exit
+        something in `state` can't be saved, CheckpointError for a directory that can't be used or has checkpoints that
+        this script has not read, DuplicateError (exit
         code 7) when another live run saves to it, TypeError and ValueError for other invalid arguments; a write that
         fails is a warning.
         """

@@ -94,7 +94,7 @@ class DirectoryHead:
         """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
         if not self.worker.has_agent:
             return None
-        if self.place in self.run.heads:
+        if not self.knows_nothing:
             return self.known
         if self.worker.resume is not None and self.worker.resume.place in ("", self.place):
             return self.worker.resume
@@ -109,7 +109,7 @@ class DirectoryHead:
             take_alone(self._path)
         else:
             head = self._ask(take=True, patient=patient)
-            if head is not None and self.place in self.run.heads:  # Another rank 0 may have saved here.
+            if head is not None and not self.knows_nothing:  # Another rank 0 may have saved here.
                 self.run.heads[self.place] = head
 
     def move(self, worker: WorkerEnv) -> None:

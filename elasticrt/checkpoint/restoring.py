@@ -130,7 +130,7 @@ class Restoring:
         worker = self._worker
         if worker.copy is None or worker.copy.place not in ("", self._head.place):
             return None
-        if self._head.place in self._head.run.heads:
+        if not self._head.knows_nothing:
             return None  # This process has restored before, and moved on since.
         if resume is not None and resume != worker.resume and worker.copy.step <= resume.reached:
             return None  # Another directory's commit made it look newer than it is.

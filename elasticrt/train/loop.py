@@ -442,8 +442,7 @@ class Loop:
     def _pass_on(self) -> None:
         """The script asks for another step and draws its data itself: the step before is finished."""
         if self._share is not None:
-            self._settle(passed=True)
-            self._ended = True
+            self._pass_step()
         if self._ended:
             self._ended = False
             self._boundary()
@@ -461,8 +460,7 @@ class Loop:
             self._block_ended = True
             # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
             if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
-                self._settle(passed=True)
-                self._ended = not self._fed
+                self._pass_step()
             return False
         if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
             self._interrupted()
@@ -585,8 +583,12 @@ class Loop:
         """The body goes on behind the block of a step, so no `break` has left that: its step counts, as when the
         next one is asked for, whether an optimizer has stepped or not."""
         if self._block_ended and self._share is not None and self._share.last and not self._undo.in_step:
-            self._settle(passed=True)
-            self._ended = not self._fed
+            self._pass_step()
+
+    def _pass_step(self) -> None:
+        """The step of the block counts. In `steps` the boundary after it is still to come."""
+        self._settle(passed=True)
+        self._ended = not self._fed
 
     @property
     def _is_between(self) -> bool:

@@ -116,11 +116,11 @@ class Undo:
 
     def step_ends(self) -> None:
         """The whole step is done: note whether it had collectives since its first optimizer began."""
-        # One that has not stepped may have to add up more: the gradients of all are kept then.
         if self.stepped and self._is_first:
             self._is_first = False
             if collectives.sequence_number() == self._at_first and not collectives.alone():
                 _log.warning("the first step has exchanged nothing: each rank trains a model of its own. %s", _REMEDY)
+        # An optimizer that has not stepped may have to add up more: the gradients of all are kept then.
         self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))
         if not self.touched:
             self._learn()

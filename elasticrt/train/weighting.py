@@ -101,7 +101,7 @@ class Weighting:
         # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
-            can_learn = parameter.requires_grad or parameter.is_floating_point() or parameter.is_complex()
+            can_learn = parameter.is_floating_point() or parameter.is_complex()
             if can_learn and id(parameter) not in weighted and parameter not in self._handles:
                 learns = parameter.requires_grad
                 parameter.requires_grad_()  # Else torch takes no hook, which it keeps when the parameter is frozen.
