@@ -18,6 +18,7 @@ import datetime
 import functools
 import logging
 import os
+import select
 import socket
 import struct
 import sys
@@ -71,7 +72,8 @@ class GroupSockets:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}
-        self._peers: dict[int, str] = {}  # Those of the default group to the other ranks.
+        self._peers: list[int] = []  # Those of the default group to the other ranks.
+        self._open_peers: select.epoll | None = None  # Knows each of them until it is closed.
         self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
         # Where the ranks of that group listen, as far as they have said so. None: all that is new is taken for its own.
         self._addresses: set[bytes] | None = None
@@ -106,7 +108,7 @@ class GroupSockets:
                 if store_port:
                     ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
                     stores = dict(each for each in ports if store_port in ports[each])
-                    self._peers = {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
+                    self._follow({fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores})
                     self._known |= stores
                 self._before = self._addresses = None
                 self._lock.notify_all()
@@ -135,7 +137,24 @@ class GroupSockets:
 
     def lost_a_peer(self) -> bool:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
-        return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
+        try:
+            for fd in self._peers:
+                # Fails where `fd` is closed, and where it is another file now. Nothing is as cheap, and this is asked
+                # at each step.
+                self._open_peers.modify(fd, 0)  # type: ignore[union-attr]  # Made before there are any.
+        except OSError:
+            return True
+        return False
+
+    def _follow(self, peers: dict[int, str]) -> None:
+        if self._open_peers is not None:
+            self._open_peers.close()
+        self._peers, self._open_peers = list(peers), select.epoll() if peers else None
+        for fd, name in peers.items():
+            with contextlib.suppress(OSError):
+                self._open_peers.register(fd, 0)  # type: ignore[union-attr]
+                if not is_open_socket(fd, name):  # It was closed before that.
+                    self._open_peers.unregister(fd)  # type: ignore[union-attr]
 
     def _shut_all(self) -> None:
         new = self._new()

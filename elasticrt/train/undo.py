@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,17 +24,16 @@ _REMEDY = "Wrap the model in DistributedDataParallel, or add the gradients of al
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Beginning:
+class _Beginning(NamedTuple):
     """Where a step, or an evaluation, has begun: what it may change besides modules."""
 
-    evaluates: bool = False
-    numbers: _Named | None = None  # Random numbers; None where they follow from a seed.
-    vars: tuple[_Named, _Named] = ({}, {})  # The objects, and copies of them.
-    scales: tuple[tuple[torch.Tensor | None, ...], ...] = ()
-    objects: _Named = field(default_factory=dict)  # The states of other objects, or their Notes.
+    evaluates: bool
+    numbers: _Named | None  # Random numbers; None where they follow from a seed.
+    vars: tuple[_Named, _Named]  # The objects, and copies of them.
+    scales: tuple[tuple[torch.Tensor | None, ...], ...]
+    objects: _Named  # The states of other objects, or their Notes.
     # Where gradients of earlier steps count.
-    gradients: tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None = None
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None
 
 
 class Undo:
@@ -63,7 +61,7 @@ class Undo:
         # Not a GradScaler's state_dict, which waits for the GPU.
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
-        self._beginning = _Beginning()
+        self._beginning = _Beginning(False, None, ({}, {}), (), {}, None)
         self._state: _Named | None = None  # That before the optimizer's step, in scripts that need it.
         self._between: tuple[_Named, tuple[_Named, _Named], _Named | None] | None = None
         # Whether this step was the first that has changed something before its optimizer.
