@@ -4,6 +4,9 @@ Ranks of a script evaluate alike, so the n-th evaluation since a step is the sam
 another world each says how many it has begun, and which one it is in. From the first that somebody is in all make them
 again, also those that had ended it: its collectives need every rank. A rank that has not come to it goes on with the
 script, which calls it there, too: that was in the step before, and has taken it over.
+
+A newcomer enters the script at the boundary after the step, and comes to what is evaluated behind that (at the top of
+the body of `steps`, after the batches of an epoch). So all make those evaluations with it, from the first one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ class Evaluation(NamedTuple):
     numbers: dict[str, Any]
 
 
+_EARLIER = Evaluation(bool, {})
+"""One from before a newcomer came: it never makes that."""
+
+
 class Evaluations:
     """Those that this process has begun since its last step. They are numbered from 1.
 
@@ -35,6 +42,7 @@ class Evaluations:
         self.at = self.awaited = 0
         self._results: dict[int, Any] = {}
         self._repeated = 0
+        self._passed = -1  # How many had begun at the boundary after the step; -1 before that.
 
     def begin(self, call: Callable[[], Any]) -> int:
         """Another one begins: its number."""
@@ -42,11 +50,6 @@ class Evaluations:
         if len(self._begun) == self.awaited:
             self.awaited = 0
         return len(self._begun)
-
-    @property
-    def comes_to_awaited(self) -> bool:
-        """Whether the next one is that in which others wait."""
-        return self.awaited == len(self._begun) + 1
 
     def enter(self, number: int) -> Callable[[], Any]:
         """What makes evaluation `number`, which begins, with the random numbers that it began with at first."""
@@ -63,30 +66,51 @@ class Evaluations:
         """A step was undone: the script may come once more to what it has evaluated since the step before."""
         self._repeated = 0
 
+    def repeat_from_boundary(self) -> None:
+        """The same with what it has evaluated since the boundary."""
+        self._repeated = max(self._passed, 0)
+
     def repeat(self) -> tuple[bool, Any]:
-        """Whether the next of these has its result, and that. It is not called: newcomers are in the step already."""
+        """Whether the next of these has its result, and that. It is not called: others may be in the step already."""
         self._repeated += 1
         return self._repeated in self._results, self._results.get(self._repeated)
+
+    @property
+    def numbers_before(self) -> dict[str, Any] | None:
+        """The generators' states before those that whoever gets the state now comes to; None: there are none."""
+        coming = self._begun[max(self._passed, 0) :]
+        return coming[0].numbers if coming else None
+
+    def pass_boundary(self) -> None:
+        """The boundary after the step is here."""
+        self._passed = len(self._begun)
 
     def forget(self) -> None:
         """Another step is done, or another rank's state was taken over."""
         self._begun.clear()
         self._results.clear()
         self.at = self.awaited = 0
+        self._passed = -1
 
     def standing(self, *, is_newcomer: bool) -> str:
         """What this rank says of itself when it meets the others. `is_newcomer`: it has made no step with them."""
-        return json.dumps([len(self._begun), self.at, is_newcomer])
+        return json.dumps([len(self._begun), self.at, self._passed, is_newcomer])
 
-    def meet(self, standings: Iterable[str]) -> range:
+    def meet(self, standings: Iterable[str], *, is_newcomer: bool) -> range:
         """All ranks have said their `standing`. The evaluations that this one has ended, and makes again.
 
-        None can be made again where there is a newcomer: it enters the script behind the place where it is called.
+        None can be made again where there is a newcomer, and a rank is in one from before the boundary.
         """
         said = [tuple(json.loads(each)) for each in standings]
-        first = min((at for _, at, _ in said if at), default=0)
-        if any(is_newcomer and begun < first for begun, _, is_newcomer in said):
-            self.forget()
-            return range(0)
+        first = min((at for _, at, _, _ in said if at), default=0)
+        if any(comes for *_, comes in said):
+            passed = max(each for _, _, each, _ in said)
+            if first and (passed < 0 or first <= passed):
+                self.forget()
+                return range(0)
+            passed = max(passed, 0)
+            first = passed + 1 if any(begun > passed for begun, *_ in said) else 0
+            if is_newcomer:
+                self._begun, self._passed = [_EARLIER] * passed, passed
         self.awaited = first if len(self._begun) < first else 0
         return range(first, self.at or len(self._begun) + 1) if first else range(0)

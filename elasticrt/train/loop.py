@@ -108,6 +108,7 @@ class Loop:
         self._has_blocks = False  # Whether the script has entered a block.
         self._block_ended = False  # Whether that of the present batch has ended, and not by an exception.
         self._redo = False  # Whether the last step was undone, and is done again.
+        self._given_again = False  # Whether that is so, and `steps` has given its number again.
         self._ended = False  # Whether the boundary after the last step is still to come.
 
     @property
@@ -370,6 +371,11 @@ class Loop:
         self._draws_itself = True
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
+                self._given_again = self._redo and not self._world.evaluations.awaited
+                if self._given_again:
+                    self._world.evaluations.repeat_from_boundary()
+                else:
+                    self._world.evaluations.pass_boundary()
                 self._redo, counted = False, self._state.position.steps
                 yield counted
                 self._check_block()
@@ -435,7 +441,7 @@ class Loop:
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
             self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
         self._undo.in_step = self._has_blocks = True
-        self._redo = False
+        self._redo = self._given_again = False
         if not self._undo.open:  # Else this is another micro-batch of it.
             self._undo.note()
 
@@ -562,15 +568,17 @@ class Loop:
         """
         validation.check_stage(self._stage, "evaluate")
         validation.check_outside(in_step=self._undo.in_step, function=function)
-        if self._world.evaluations.comes_to_awaited:
+        if self._world.evaluations.awaited:
             # What the script has done since this rank took the step over, the others had done in the state that came.
             self._undo.forget_between()
-            self._redo, self._ended = False, self._redo and not self._fed
-        elif self._redo:
+            self._ended = self._ended or (self._redo and not self._fed)
+            self._redo = False
+        elif self._redo or (self._given_again and not self._page.pausing_ns):
             known, found = self._world.evaluations.repeat()
-            validation.check_known(known=known)
-            repeated: Result = found
-            return repeated
+            validation.check_known(known=known or self._given_again)
+            if known:
+                repeated: Result = found
+                return repeated
         self._pass_block()
         call, what = partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate")
         if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
@@ -636,6 +644,7 @@ class Loop:
 
     def _boundary(self) -> None:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
+        self._world.evaluations.pass_boundary()
         self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()

@@ -120,7 +120,7 @@ class World:
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
-                again = self.evaluations.meet(meeting.gather("evaluations", standing))
+                again = self.evaluations.meet(meeting.gather("evaluations", standing), is_newcomer=is_newcomer)
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
@@ -272,7 +272,11 @@ class World:
         """The state as other ranks take it over."""
         state, total = self._state, self._saving.run.total
         settings = {"settings": state.settings(), "batch_size": state.batch_size}
-        return state.collect(alike=state.numbers.alike, total=total, **settings)
+        now, before = rng_state.note(), self.evaluations.numbers_before
+        rng_state.restore(before or now)
+        collected = state.collect(alike=state.numbers.alike, total=total, **settings)
+        rng_state.restore(now)
+        return collected
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""

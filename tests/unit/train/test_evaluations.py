@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elasticrt import Loop
+from elasticrt.checkpoint import rng_state
 from elasticrt.errors import ConfigError
 from elasticrt.train.evaluations import Evaluations
 
@@ -18,53 +19,102 @@ from elasticrt.train.evaluations import Evaluations
 @pytest.mark.parametrize(
     ("standings", "makes"),
     [
-        pytest.param([(2, 0), (2, 0), (0, 0, True)], [[], [], []], id="nobody is in one: a newcomer may come in"),
-        pytest.param([(1, 1), (1, 1)], [[], []], id="all are in it, and each makes its own again"),
-        pytest.param([(1, 1), (1, 0)], [[], [1]], id="one has ended it, and takes part again"),
-        pytest.param([(1, 1), (2, 2), (2, 0)], [[], [1], [1, 2]], id="some are in the next, or behind it"),
-        pytest.param([(2, 1), (2, 2)], [[], [1]], id="one makes the first again, and is lost in that"),
-        pytest.param([(1, 1), (0, 0), (1, 0)], [[], [], [1]], id="one has not come to it"),
+        pytest.param([(1, 1, -1), (1, 1, -1)], [[], []], id="all are in it, and each makes its own again"),
+        pytest.param([(1, 1, 0), (1, 0, 0)], [[], [1]], id="one has ended it, and takes part again"),
+        pytest.param([(1, 1, -1), (2, 2, 1), (2, 0, 1)], [[], [1], [1, 2]], id="some are in the next, or behind it"),
+        pytest.param([(2, 1, -1), (2, 2, -1)], [[], [1]], id="one makes the first again, and is lost in that"),
+        pytest.param([(1, 1, -1), (0, 0, -1), (1, 0, -1)], [[], [], [1]], id="one has not come to it"),
     ],
 )
-def test_which_are_made_again(standings: list[tuple[int, ...]], makes: list[list[int]]) -> None:
+def test_which_are_made_again(standings: list[tuple[int, int, int]], makes: list[list[int]]) -> None:
     """From the first that a rank is in, all that had ended it."""
     found = []
     for standing in standings:
         mine = _standing(*standing)
-        found.append(list(mine.meet(json.dumps([*each, False][:3]) for each in standings)))
-        assert mine.standing(is_newcomer=bool(standing[2:])) == json.dumps([*standing, False][:3])
+        found.append(list(_meet(mine, standings)))
+        assert mine.standing(is_newcomer=False) == json.dumps([*standing, False])
         assert mine.awaited == 0 or not standing[0]
     assert found == makes
 
 
 def test_an_evaluation_that_a_rank_has_not_come_to() -> None:
     """A rank behind the others goes on with the script until it comes to where they wait."""
-    late = _standing(0, 0)
-    late.meet(["[2, 2, false]", "[0, 0, false]"])
-    assert (late.awaited, late.comes_to_awaited) == (2, False)
-    late.begin(lambda: None)
-    assert (late.awaited, late.comes_to_awaited) == (2, True)
-    late.begin(lambda: None)
-    assert (late.awaited, late.comes_to_awaited) == (0, False)
-    late.meet(["[2, 2, false]", "[3, 0, false]"])
+    late = _standing(0, 0, -1)
+    _meet(late, [(2, 2, 1), (0, 0, -1)])
+    for awaited in (2, 2, 0):
+        assert late.awaited == awaited
+        late.begin(lambda: None)
+    _meet(late, [(2, 2, 1), (3, 0, 1)])
     late.forget()
     assert late.awaited == 0
 
 
-@pytest.mark.parametrize("mine", [(2, 2), (3, 0), (1, 0, True), (0, 0)])
-def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, ...]) -> None:
-    """It cannot be made again by anybody, and nobody waits for that."""
+@pytest.mark.parametrize("mine", [(2, 2, -1), (3, 0, 3), (0, 0, -1)])
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, int, int], is_newcomer: bool) -> None:
+    """One from before the boundary cannot be made again with it by anybody, and nobody waits for that."""
     found = _standing(*mine)
-    assert list(found.meet(["[2, 2, false]", "[3, 0, false]", "[1, 0, true]"])) == []
-    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, false]")
+    assert list(_meet(found, [(2, 2, -1), (3, 0, 3)], newcomers=1, is_newcomer=is_newcomer)) == []
+    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, -1, false]")
 
 
-def _standing(begun: int, at: int, is_newcomer: bool = False) -> Evaluations:
+@pytest.mark.parametrize(
+    ("survivors", "makes", "awaited"),
+    [
+        pytest.param([(1, 0, 1), (1, 0, 1)], [[], []], 0, id="at the boundary"),
+        pytest.param([(0, 0, -1), (0, 0, -1)], [[], []], 0, id="before the first one"),
+        pytest.param([(3, 3, 1), (3, 3, 1)], [[2], [2]], 2, id="in the second behind it"),
+        pytest.param([(3, 0, 1), (3, 0, 1)], [[2, 3], [2, 3]], 2, id="in the step behind those"),
+        pytest.param([(1, 1, 0), (0, 0, -1)], [[], []], 1, id="one has not come to it either"),
+    ],
+)
+def test_evaluations_behind_the_boundary_are_made_with_a_newcomer(
+    survivors: list[tuple[int, int, int]], makes: list[list[int]], awaited: int
+) -> None:
+    """It comes to all of them, and to none from before: so the others make these again, and wait for it there."""
+    each = [_standing(*survivor) for survivor in survivors]
+    assert [list(_meet(mine, survivors, newcomers=1)) for mine in each] == makes
+    newcomer = _standing(0, 0, -1)
+    assert list(_meet(newcomer, survivors, newcomers=1, is_newcomer=True)) == []
+    assert newcomer.awaited == awaited
+    passed = max(0, *(passed for *_, passed in survivors))
+    assert newcomer.standing(is_newcomer=False) == json.dumps([passed, 0, passed, False])
+    newcomer.end(newcomer.begin(lambda: None), "mine")
+    newcomer.repeat_from_boundary()
+    assert newcomer.repeat() == (True, "mine")
+
+
+def test_a_state_has_the_random_numbers_before_what_is_to_come() -> None:
+    """Who gets it draws in the evaluations that it comes to what the others have drawn there."""
+    mine = Evaluations()
+    assert mine.numbers_before is None
+    mine.begin(random.random)
+    assert mine.numbers_before is not None, "whoever was in the step comes to this one"
+    mine.pass_boundary()
+    assert mine.numbers_before is None
+    before = rng_state.note()["python"]
+    mine.enter(mine.begin(random.random))()
+    mine.begin(random.random)
+    assert mine.numbers_before is not None
+    assert mine.numbers_before["python"] == before
+
+
+def _standing(begun: int, at: int, passed: int) -> Evaluations:
     found = Evaluations()
-    for _ in range(begun):
-        found.begin(lambda: None)
+    for number in range(begun + 1):
+        if number == passed:
+            found.pass_boundary()
+        if number < begun:
+            found.begin(lambda: None)
     found.at = at
     return found
+
+
+def _meet(
+    mine: Evaluations, others: list[tuple[int, int, int]], *, newcomers: int = 0, is_newcomer: bool = False
+) -> range:
+    said = [json.dumps([*each, False]) for each in others] + ["[0, 0, -1, true]"] * newcomers
+    return mine.meet(said, is_newcomer=is_newcomer)
 
 
 def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> None:
@@ -75,7 +125,7 @@ def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> No
     random.random()
     assert mine.enter(number)() == first
     mine.forget()
-    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, false]")
+    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, -1, false]")
 
 
 def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> None:
