@@ -56,13 +56,14 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
         got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
         raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)
     for name, each in objects.items():
+        settings = _settings(each)
         try:
             if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
                 each.load_state_dict(plain_copy(data[name], name))
             else:
                 each.load_state_dict(data[name])
             if shared and isinstance(each, torch.optim.Optimizer):
-                _check_kind(each)
+                _check_kind(each, settings)
                 _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
@@ -70,9 +71,18 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
 
 
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+def _settings(each: object) -> list[set[str]]:
+    """The names of an optimizer's own settings, by group."""
+    # Loading a state adds some to the defaults (torch 2.13: `differentiable`) that its groups never have.
+    if not isinstance(each, torch.optim.Optimizer):
+        return []
+    return [set(each.defaults).intersection(group) for group in each.param_groups]
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, before: list[set[str]]) -> None:
     """Raise ValueError where an optimizer has loaded what another kind has saved: torch fails at its next step then."""
-    lacks = sorted({key for group in optimizer.param_groups for key in optimizer.defaults if key not in group})
+    groups = zip(before, optimizer.param_groups, strict=True)
+    lacks = sorted({name for settings, group in groups for name in settings.difference(group)})
     if lacks:
         raise ValueError(f"another optimizer's state, without {', '.join(lacks)}")
 

@@ -463,6 +463,36 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path):
         next(Loop(tmp_path, optimizer=torch.optim.SGD([weight])).epochs(2))
 
 
+OPTIMIZERS = sorted(name for name in vars(torch.optim) if name[0].isupper() and name != "Optimizer" and "_" not in name)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_any_optimizer_of_torch_goes_on(tmp_path, kind):
+    """Its state is taken, and the next step gives the weights of a training that was not interrupted."""
+    sparse = kind == "SparseAdam"
+
+    def trained(directory, steps):
+        torch.manual_seed(0)
+        model = nn.Embedding(3, 3, sparse=True) if sparse else nn.Linear(3, 3, bias=False)
+        optimizer = getattr(torch.optim, kind)(model.parameters())
+        loop = Loop(directory, model=model, optimizer=optimizer)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.tensor([1]) if sparse else torch.ones(1, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in loop.steps(steps):
+            with loop.step():
+                optimizer.step(closure)
+        assert loop.steps_done == steps
+        return model.weight
+
+    trained(tmp_path / "interrupted", 2)
+    torch.testing.assert_close(trained(tmp_path / "interrupted", 3), trained(tmp_path / "whole", 3), rtol=0, atol=0)
+
+
 class HasNoLoad:
     """Only half of what is needed."""
 
