@@ -133,7 +133,8 @@ class StoreRequests:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        current, known = self._find(Commit, self._keys.checkpoint)
+        key = self._keys.place(head.place) if request.beside else self._keys.checkpoint
+        current, known = self._find(Commit, key)
         if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
             return self._accepted(request, head)
         refusal = self._refusal(asked, request, head, known)
@@ -141,11 +142,11 @@ class StoreRequests:
             return refusal
         head_mod = current.mod_revision if current is not None else 0
         if asked.record is not None:
-            txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head)
+            txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head, beside=request.beside)
             if self.store.commit(txn).succeeded:
                 return self._accepted(request, head)
         # An earlier try may have taken effect after the head was read, and made this one fail.
-        _, known = self._find(Commit, self._keys.checkpoint)
+        _, known = self._find(Commit, key)
         if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
         return Reply(request.request, False, f"generation {asked.generation} is over", refusal="over")
@@ -171,7 +172,8 @@ class StoreRequests:
         return current, decode(kind, key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
-        self._committed(head)
+        if not request.beside:
+            self._committed(head)
         return Reply(request.request, True)
 
     def _own(self, asked: StoreRequest, request: Own) -> Reply:

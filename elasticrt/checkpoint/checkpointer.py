@@ -250,7 +250,8 @@ class Checkpointer:
         self._head.run.heads[self.place] = restoring.found
         if state is not None:
             self._asked_step = state.step
-            self._head.run.total = max(self._head.run.total, state.total)
+            if claim or not self._head.run.has_loop:  # Else its steps are labels.
+                self._head.run.total = max(self._head.run.total, state.total)
         return state
 
     def _write_guarded(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
@@ -267,7 +268,7 @@ class Checkpointer:
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, draft.commit, error)
             return
-        reply = self._head.commit(commit)
+        reply = self._head.commit(commit, of_loop=of_loop)
         if not reply.ok:
             if reply.refusal == "taken":
                 raise duplicate(self._directory.path, reply.reason)

@@ -1,8 +1,9 @@
 """The heads of a run's checkpoint directories, as this process knows them, and asking the agent for another one.
 
 A run may have several directories: training before fine-tuning, folds, trials of a search. Each has a head of its own
-in etcd; the run's head is the newest of them, and every commit replaces it. Steps of different loops can't be compared:
-the run counts the steps of all loops together, on from the restored state. Without an agent every save is a commit.
+in etcd; the run's head is the newest of them, and every commit replaces it. What a script saves beside its Loop is not
+among them (`Checkpointer.save`): the run cannot go on from that. Steps of different loops can't be compared: the run
+counts the steps of all loops together, on from the restored state. Without an agent every save is a commit.
 """
 
 from __future__ import annotations
@@ -122,31 +123,34 @@ class DirectoryHead:
         _runs.clear()
         _runs[worker.nonce] = self.run
 
-    def go_back(self, commit: Commit) -> Reply:
-        """Make an older commit, which was restored, the head again."""
+    def go_back(self, commit: Commit, *, of_loop: bool) -> Reply:
+        """Make an older commit, which was restored, the head again. `of_loop`: see `commit`."""
         generation = self.worker.generation if self.worker.has_agent else commit.generation
-        return self._replace(replace(commit, place=self.place, generation=generation), descends=True)
+        back = replace(commit, place=self.place, generation=generation)
+        return self._replace(back, descends=True, beside=self.run.has_loop and not of_loop)
 
-    def commit(self, commit: Commit) -> Reply:
-        """Ask for `commit` to replace the known head.
+    def commit(self, commit: Commit, *, of_loop: bool) -> Reply:
+        """Ask for `commit` to replace the known head. `of_loop`: a Loop saves; what a script saves beside it is not the
+        run's.
 
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
         unknown = self.knows_nothing
-        reply = self._replace(commit, descends=not unknown)
+        reply = self._replace(commit, descends=not unknown, beside=self.run.has_loop and not of_loop)
         if not reply.ok and not reply.refusal and unknown:
             why = f"{reply.reason}, and this process has not called restore() here: do so before the first save"
             return replace(reply, reason=why)
         return reply
 
-    def _replace(self, commit: Commit, *, descends: bool) -> Reply:
+    def _replace(self, commit: Commit, *, descends: bool, beside: bool) -> Reply:
         with self.run.committing:
-            replaces = self.run.newest if descends else ""
+            newest = self.run.newest if not beside else "" if self.known is None else self.known.nonce
+            replaces = newest if descends else ""
             what = f"the agent does not say whether it has committed step {commit.step}"
-            reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces))
+            reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces, beside))
             if reply.ok:
-                self.run.newest = commit.nonce
+                self.run.newest = self.run.newest if beside else commit.nonce
                 self.run.heads[self.place] = commit
             return reply
 

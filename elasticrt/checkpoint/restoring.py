@@ -99,7 +99,7 @@ class Restoring:
         if 0 in (self._rank, local_rank):
             self._read_directory()
         if verdict["copy"] is None and not verdict["over"]:
-            return self._from_disk()
+            return self._from_disk(claim)
         self._exchange()
         return None if verdict["over"] else _from_memory(Copy(**verdict["copy"]), payload)
 
@@ -136,7 +136,7 @@ class Restoring:
             return None  # Another directory's commit made it look newer than it is.
         return worker.copy
 
-    def _from_disk(self) -> State | None:
+    def _from_disk(self, claim: bool) -> State | None:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
         while True:
             offers = self._exchange()
@@ -160,7 +160,7 @@ class Restoring:
             if self._rank == 0:
                 self._warn(self._all_troubles(offers) if offer.kind == OLDER else distinct_troubles(offers))
                 self._report(commit, offer.run, offer.who if source else "")
-                self._make_head(commit)
+                self._make_head(commit, of_loop=claim)
             return State(commit.step, commit.epoch, offer.world_size, offer.run, data, commit.reached)
 
     def _unusable_for_all(self, text: str) -> CheckpointError:
@@ -245,12 +245,12 @@ class Restoring:
 
     # What rank 0 says and does.
 
-    def _make_head(self, commit: Commit) -> None:
+    def _make_head(self, commit: Commit, *, of_loop: bool) -> None:
         """Raises RuntimeError when `commit` can't replace the head that was passed over: memory copies would be taken
         for descendants of that one."""
         if self._resume is not None and self._resume.nonce == commit.nonce:
             return
-        reply = self._head.go_back(commit)
+        reply = self._head.go_back(commit, of_loop=of_loop)
         if not reply.ok and self._resume is not None:
             raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {reply.reason}")
         if not reply.ok:

@@ -111,12 +111,14 @@ class Save:
     """Rank 0 asks for a fenced commit of a file that is already durable. Answered by Reply.
 
     `replaces` is the nonce of the head that this worker knows ("" for none). If another head is recorded, the commit is
-    refused. `commit.parent` differs from it only when the run went back to an ancestor of a damaged head.
+    refused. `commit.parent` differs from it only when the run went back to an ancestor of a damaged head. `beside`: the
+    head is that of the commit's directory only, because a Loop saves the run.
     """
 
     request: int
     commit: dict[str, Any]
     replaces: str
+    beside: bool = False
 
 
 @dataclass(frozen=True)

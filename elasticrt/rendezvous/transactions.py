@@ -227,19 +227,16 @@ def finish(keys: Keys, view: View, result: Result) -> Txn:
     )
 
 
-def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Commit) -> Txn:
+def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Commit, *, beside: bool = False) -> Txn:
     """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
 
-    It is the head of its directory as well, of which a run may have several.
+    It is the head of its directory as well, of which a run may have several; `beside` a Loop's only of that.
     """
-    places = (Put(keys.place(head.place), head.to_json().encode()),) if head.place else ()
+    changed = keys.place(head.place) if beside else keys.checkpoint
+    heads = {changed, keys.place(head.place)} if head.place else {changed}
     return Txn(
-        compares=(
-            _current(keys, generation),
-            _unchanged(keys.checkpoint, head_mod),
-            _absent(keys.result(attempt)),
-        ),
-        operations=(Put(keys.checkpoint, head.to_json().encode()), *places),
+        compares=(_current(keys, generation), _unchanged(changed, head_mod), _absent(keys.result(attempt))),
+        operations=tuple(Put(key, head.to_json().encode()) for key in sorted(heads)),
         why=f"commit step {head.step} of generation {head.generation}",
     )
 

@@ -29,7 +29,8 @@ class Saving:
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
         self.run = run_of(worker)  # Steps and checkpoints over all of its directories, as far as is known here.
-        self.run.has_loop = True
+        if not self.run.has_loop:  # What a Checkpointer has restored before counts no more.
+            self.run.has_loop, self.run.total = True, 0
         self._every = SaveInterval.parse(every)
         self._state = state
         self._page = agent_client.status_page()

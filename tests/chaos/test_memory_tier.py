@@ -215,3 +215,48 @@ def test_a_damaged_copy_costs_the_steps_since_the_checkpoint_and_no_more(tmp_pat
         assert cluster.ended() == {"node-0": 0}
     assert [event["resume_step"] for event in cluster.events("generation")] == [0, *[COPY, HEAD] * len(damages)]
     assert "the copy of step 12 in this node's memory is damaged" in agent.text()
+
+
+BESIDE = """
+import os, sys, time, torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+best = elasticrt.Checkpointer("best", keep=1)
+found = best.restore()
+loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer, every="1 h", memory=float(sys.argv[1]))
+for step in loop.steps(40):
+    with loop.step():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.07)
+    if ctx.restart_count == 0 and loop.steps_done == 28:
+        best.save({"model": model.module.state_dict()}, step=5)
+        best.wait()
+    if ctx.restart_count == 0 and loop.steps_done == 30:
+        os.kill(os.getpid(), 9)
+assert ctx.restart_count == 0 or found.step == 5
+"""
+
+
+@pytest.mark.parametrize("memory", ["0.2", pytest.param("0", marks=pytest.mark.slow)])
+def test_what_a_script_saves_beside_its_loop(tmp_path: Path, memory: str) -> None:
+    """The run goes on from the newest copy in memory, or from its own beginning, and counts the steps of the Loop."""
+    (tmp_path / "train.py").write_text(BESIDE)
+    with Cluster(
+        tmp_path, f"best-{secrets.token_hex(4)}", [*TOGETHER], [str(tmp_path / "train.py"), memory]
+    ) as cluster:
+        cluster.start("node")
+        assert cluster.ended(60) == {"node": 0}, cluster.story()
+        first, again = cluster.events("first_step")
+        assert first["resumed_from"] == 0
+        copied = max((each["step"] for each in cluster.events("copied") if each["step"] <= 30), default=0)
+        assert (again["resumed_from"], again["redone"]) == (copied, 30 - copied)
+        assert bool(copied) == bool(float(memory)), cluster.story()
+        *earlier, last = [each for each in cluster.events("committed")]
+        assert last["step"] == 40
+        # A state that comes from memory is on no disk, and is saved at the next boundary.
+        assert [each["generation"] for each in earlier] == [2] * bool(copied)

@@ -47,6 +47,22 @@ def test_heads_of_several_directories() -> None:
     assert ask(errands, Own(9, "/ckpt", "2" * 16, take=False)) == Reply(9, ok=True)
 
 
+def test_what_a_script_saves_beside_its_loop() -> None:
+    """It is the head of its directory only: neither the run's, nor does the Loop's next commit have to replace it."""
+    errands = errands_of(MemoryServer(lambda: 0.0), "run")
+    of_loop = Commit(5, 0, 1, "a" * 16, "", "/ckpt", "step", "d" * 64, 1, place="0" * 16)
+    best = replace(of_loop, nonce="b" * 16, directory="/best", place="1" * 16, step=90)
+    better = replace(best, nonce="c" * 16, parent="b" * 16, step=91)
+    assert ask(errands, Save(1, asdict(of_loop), "")).ok
+    assert ask(errands, Save(2, asdict(best), "", beside=True)).ok
+    reply = ask(errands, Save(3, asdict(better), "", beside=True))
+    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 90, has become the head")
+    assert ask(errands, Save(4, asdict(better), "b" * 16, beside=True)).ok
+    assert ask(errands, Save(5, asdict(replace(of_loop, step=6, nonce="e" * 16)), "a" * 16)).ok
+    heads = [ask(errands, Own(9, "/ckpt", place, take=False)).data["head"] for place in ("0" * 16, "1" * 16)]
+    assert [head["step"] for head in heads] == [6, 91]
+
+
 def test_why_a_commit_is_refused() -> None:
     """E05: a head that etcd has lost is told from one that another has written."""
     commit = Commit(1, 0, 1, "1" * 16, "", "/ckpt", "step", "d" * 64, 1, place="0" * 16, total=10)
