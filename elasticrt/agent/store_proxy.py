@@ -123,8 +123,9 @@ class StoreRequests:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
         except LeaseLost as error:  # The agent gets another one.
             return Reply(request.request, False, str(error), refusal="unsure")
-        except StoreBlocked as error:  # A preparation waits for that. Training goes on, and the next save tries again.
-            return Reply(request.request, False, str(error), refusal="" if isinstance(request, Save) else "unsure")
+        except StoreBlocked as error:  # A preparation waits for that, and of all saves the last one.
+            refusal = "blocked" if isinstance(request, Save) else "unsure"
+            return Reply(request.request, False, str(error), refusal=refusal)
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 

@@ -109,7 +109,7 @@ class Checkpointer:
         """The use that saves the snapshot which is taken next; none on other ranks than 0. Raises as `save`.
 
         While etcd is away, it waits if `patient`, and else skips the save with a warning. `of_loop`: a Loop counts the
-        run's steps, and saves again after a change of the membership.
+        run's steps, and saves again after a change of the membership; its patient save is its last.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
@@ -134,7 +134,7 @@ class Checkpointer:
             what, expected = "there are checkpoints that this script has not read", "restore() before the first save()"
             remedy = "Call it, so that what is older may be deleted, or save to another directory"
             raise CheckpointError(what, self._shown, expected=expected, remedy=remedy)
-        return [partial(self._write_guarded, self._draft(step, epoch), of_loop)]
+        return [partial(self._write_guarded, self._draft(step, epoch), of_loop, patient and of_loop)]
 
     def _draft(self, step: int, epoch: int) -> Manifest:
         """The manifest of what is saved now, without size and digest."""
@@ -254,13 +254,13 @@ class Checkpointer:
                 self._head.run.total = max(self._head.run.total, state.total)
         return state
 
-    def _write_guarded(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
+    def _write_guarded(self, draft: Manifest, of_loop: bool, last: bool, snapshot: Snapshot) -> None:
         try:
-            self._write(draft, of_loop, snapshot)
+            self._write(draft, of_loop, last, snapshot)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
 
-    def _write(self, draft: Manifest, of_loop: bool, snapshot: Snapshot) -> None:
+    def _write(self, draft: Manifest, of_loop: bool, last: bool, snapshot: Snapshot) -> None:
         """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""
         started, step = time.monotonic(), draft.commit.step
         try:
@@ -268,7 +268,7 @@ class Checkpointer:
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, draft.commit, error)
             return
-        reply = self._head.commit(commit, of_loop=of_loop)
+        reply = self._head.commit(commit, of_loop=of_loop, last=last)
         if not reply.ok:
             if reply.refusal == "taken":
                 raise duplicate(self._directory.path, reply.reason)

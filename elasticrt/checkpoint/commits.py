@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -129,26 +129,27 @@ class DirectoryHead:
         back = replace(commit, place=self.place, generation=generation)
         return self._replace(back, descends=True, beside=self.run.has_loop and not of_loop)
 
-    def commit(self, commit: Commit, *, of_loop: bool) -> Reply:
+    def commit(self, commit: Commit, *, of_loop: bool, last: bool) -> Reply:
         """Ask for `commit` to replace the known head. `of_loop`: a Loop saves; what a script saves beside it is not the
-        run's.
+        run's. `last`: no other save follows, so wait while etcd takes no writes.
 
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
         unknown = self.knows_nothing
-        reply = self._replace(commit, descends=not unknown, beside=self.run.has_loop and not of_loop)
+        reply = self._replace(commit, descends=not unknown, beside=self.run.has_loop and not of_loop, last=last)
         if not reply.ok and not reply.refusal and unknown:
             why = f"{reply.reason}, and this process has not called restore() here: do so before the first save"
             return replace(reply, reason=why)
         return reply
 
-    def _replace(self, commit: Commit, *, descends: bool, beside: bool) -> Reply:
+    def _replace(self, commit: Commit, *, descends: bool, beside: bool, last: bool = False) -> Reply:
         with self.run.committing:
             newest = self.run.newest if not beside else "" if self.known is None else self.known.nonce
             replaces = newest if descends else ""
             what = f"the agent does not say whether it has committed step {commit.step}"
-            reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces, beside))
+            again = ("unsure", "blocked") if last else ("unsure",)
+            reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces, beside), again)
             if reply.ok:
                 self.run.newest = self.run.newest if beside else commit.nonce
                 self.run.heads[self.place] = commit
@@ -157,7 +158,8 @@ class DirectoryHead:
     def _ask(self, *, take: bool, patient: bool = True) -> Commit | None:
         """The head of this directory, as the agent knows it. With `take` it takes the directory for the run."""
         what = "the agent cannot say who saves here"
-        reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), patient=patient)
+        again = ("unsure",) if patient else ()
+        reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), again)
         if reply.ok:
             head = reply.data.get("head")
             return None if head is None else Commit.from_fields(head)
@@ -167,8 +169,8 @@ class DirectoryHead:
             raise OSError(reply.data[ERRNO], reply.reason)
         raise NoAnswer(explain(what, self._shown, got=reply.reason))
 
-    def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:
-        """The agent's answer. While etcd is away it asks again if `patient`. Raises NoAnswer, which says `what`."""
+    def _answer(self, what: str, make: Callable[[int], Request], again: Collection[str]) -> Reply:
+        """The agent's answer; it is asked again after refusals of the kinds `again`. Raises NoAnswer, saying `what`."""
         if not self._agent.linked:
             return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
@@ -176,7 +178,7 @@ class DirectoryHead:
             reply = self._agent.request(make, max(0.0, deadline - time.monotonic()))
             if reply is None:
                 raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
-            if not patient or reply.refusal != "unsure":
+            if reply.refusal not in again:
                 return reply
             if not warned:
                 _log.warning("%s waits for etcd: %s", self._shown, reply.reason)

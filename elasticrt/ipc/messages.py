@@ -216,8 +216,9 @@ class Reply:
     """The answer to the request of the same number.
 
     `refusal` is for the worker, `reason` for people. "unsure": etcd did not answer, so the request may have taken
-    effect, or the node's lease has ended; it may be repeated. "taken": the `reason` is another live run, which saves to
-    the directory. "over": the generation of a save is over, and whoever has that state in the next one saves it again.
+    effect, or the node's lease has ended; it may be repeated. "blocked": etcd takes no writes now, a save not
+    either. "taken": the `reason` is another live run, which saves to the directory. "over": the generation of a save is
+    over, and whoever has that state in the next one saves it again.
     "" where nothing else follows from it.
     """
 

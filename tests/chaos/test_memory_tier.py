@@ -256,7 +256,7 @@ def test_what_a_script_saves_beside_its_loop(tmp_path: Path, memory: str) -> Non
         copied = max((each["step"] for each in cluster.events("copied") if each["step"] <= 30), default=0)
         assert (again["resumed_from"], again["redone"]) == (copied, 30 - copied)
         assert bool(copied) == bool(float(memory)), cluster.story()
-        *earlier, last = [each for each in cluster.events("committed")]
+        *earlier, last = cluster.events("committed")
         assert last["step"] == 40
         # A state that comes from memory is on no disk, and is saved at the next boundary.
         assert [each["generation"] for each in earlier] == [2] * bool(copied)

@@ -83,7 +83,7 @@ def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
 @pytest.mark.parametrize("how", ["full", "forbidden"])
 def test_a_store_that_takes_no_writes_makes_a_preparation_wait_and_a_save_fail(how: str) -> None:
     """E07: no data can be prepared without the claim, while training goes on without a save, which is repeated."""
-    assert _save([how]) == (Reply(1, False, f"etcd is {how}"), 0)
+    assert _save([how]) == (Reply(1, False, f"etcd is {how}", refusal="blocked"), 0)
     errands = StoreRequests(LossyStore(MemoryServer(lambda: 0.0), [how]), Keys("run"), lambda _: None, "")
     assert [_claim(errands, "b", 0) for _ in range(2)] == [f"unsure: etcd is {how}", "yes"]
 

@@ -191,6 +191,27 @@ def test_etcd_has_no_space(tmp_path: Path) -> None:
             assert run.number() == number + 1
 
 
+@pytest.mark.slow
+def test_etcd_has_no_space_at_the_end(tmp_path: Path) -> None:
+    """E07: the last save waits for space: nobody restarts, and no step is done again."""
+    quota = ("--quota-backend-bytes", str(2 << 20))
+    with EtcdServer(wheel_binary(), tmp_path / "etcd", options=quota) as etcd:
+        options = ("--nnodes", "2", *TTL, "--etcd", str(etcd.address))
+        with Stepping(tmp_path, *options, every="10 steps") as run:
+            run.start("n0")
+            run.start("n1")
+            run.wait_for_commits(1)
+            number = run.number()
+            _fill(etcd)
+            run.finish()
+            run.wait_for_silence(3.0)
+            assert [each.process.poll() for each in run.agents.values()] == [None, None], run.story()
+            assert 0 not in [each["rank"] for each in run.events("worker_ended")], run.story()
+            _make_space(etcd)
+            assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+            assert run.number() == number
+
+
 def _fill(etcd: EtcdServer) -> None:
     """Write until etcd raises its alarm."""
     store = EtcdStore((etcd.address,))

@@ -104,10 +104,10 @@ def test_a_disk_that_is_full_at_a_restart(
 
 
 class WithoutEtcd(Agent):
-    """An agent that `away` times cannot say, to each kind of question."""
+    """An agent that `away` times cannot say, to each kind of question, or `blocked` times cannot write."""
 
-    def __init__(self, away: int) -> None:
-        self.left = {Own: away, Save: away}
+    def __init__(self, away: int = 0, blocked: int = 0) -> None:
+        self.left, self.blocked = {Own: away, Save: away}, blocked
         super().__init__(answer=self.say)
 
     def say(self, message: Message) -> Reply | None:
@@ -115,7 +115,23 @@ class WithoutEtcd(Agent):
         if isinstance(message, (Own, Save)) and self.left[type(message)]:
             self.left[type(message)] -= 1
             return Reply(message.request, ok=False, reason="etcd does not answer", refusal="unsure")
+        if isinstance(message, Save) and self.blocked:
+            self.blocked -= 1
+            return Reply(message.request, ok=False, reason="etcd is full", refusal="blocked")
         return self.fenced(message)
+
+
+def test_the_last_save_waits_for_an_etcd_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E07: saves before are left out, so that training goes on; at the end it waits, and nothing is lost."""
+    monkeypatch.setattr(commits, "ASK_AGAIN_S", 0.01)
+    agent = WithoutEtcd(blocked=20)
+    with under(agent, monkeypatch):
+        train(tmp_path / "ckpt", "1 steps")
+    steps = [save.commit["step"] for save in agent.of(Save)]
+    assert steps[0] < 3, "not that of the end"
+    assert [steps.count(step) for step in {*steps} - {3}] == [1] * (len({*steps}) - 1)
+    assert agent.head == agent.of(Save)[-1].commit["nonce"]
+    assert [each.step for each in agent.of(Unsaved)] == steps[: len(agent.of(Unsaved))]
 
 
 def test_saves_wait_for_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
