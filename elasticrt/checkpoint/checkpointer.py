@@ -265,6 +265,7 @@ class Checkpointer:
         started, step = time.monotonic(), draft.commit.step
         try:
             commit = self._directory.write(draft, snapshot.write_to)
+            snapshot.is_done = True  # The commit may take long: it waits for etcd.
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, draft.commit, error)
             return

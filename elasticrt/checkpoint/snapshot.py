@@ -73,6 +73,7 @@ class Snapshot:
     def __init__(self, state: Mapping[str, Any], buffers: Buffers | None = None) -> None:
         """Raises ConfigError when something in `state` can't be saved."""
         began = time.monotonic()
+        self.is_done = False  # Whether nobody needs the copy any more, so that the next one may be made over it.
         self._buffers = buffers
         self._on_device: dict[torch.device, torch.cuda.Event] = {}
         self._copied = self._copy(state)
@@ -126,31 +127,42 @@ Use = Callable[[Snapshot], object]
 
 
 class Snapshots:
-    """Takes snapshots one after the other: at most one is in flight, and the next one takes over its `buffers`."""
+    """Takes snapshots one after the other; the next one takes over the `buffers`."""
 
     def __init__(self) -> None:
         self.buffers = Buffers()
+        self._newest: Snapshot | None = None
         self._thread: threading.Thread | None = None
+        self._late: threading.Thread | None = None  # Of one that is done, but what follows from it is not.
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written. Not in a process that was forked meanwhile, which has no such thread."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether one is in flight. Not in a process that was forked meanwhile, which has no such thread."""
+        return any(each is not None and each.is_alive() for each in (self._thread, self._late))
+
+    @property
+    def have_room(self) -> bool:
+        """Whether the next one may be taken: none is in flight, or nobody needs the copy of the one that is."""
+        return not self.busy or (self._newest is not None and self._newest.is_done)
 
     def take(self, state: Mapping[str, Any], uses: Sequence[Use]) -> None:
-        """Copy `state` to the host now, and hand the copy to each of `uses` on a thread. None is in flight.
+        """Copy `state` to the host now, and hand the copy to each of `uses` on a thread. They have room.
 
         Raises ConfigError when something in `state` can't be saved.
         """
-        snapshot = Snapshot(state, self.buffers)
+        if self._thread is not None and self._thread.is_alive():
+            self._late = self._thread
+        self._newest = snapshot = Snapshot(state, self.buffers)
         # A daemon, so that one that is stuck in the file system does not keep the process from ending.
         self._thread = threading.Thread(target=_hand_out, args=(snapshot, uses), name="elasticrt-snapshot", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until none is in flight; False if one still is."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        until = time.monotonic() + timeout_s
+        for each in (self._thread, self._late):
+            if each is not None:
+                each.join(max(0.0, until - time.monotonic()))
         return not self.busy
 
 
@@ -160,3 +172,4 @@ def _hand_out(snapshot: Snapshot, uses: Sequence[Use]) -> None:
             use(snapshot)
         except Exception:  # noqa: BLE001  This thread has no caller, and the other uses want it as well.
             _log.exception("a snapshot of the state could not be used")
+    snapshot.is_done = True

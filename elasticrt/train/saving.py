@@ -72,8 +72,11 @@ class Saving:
         now, position = time.monotonic(), self._state.position
         copy = self.memory_tier.due(now, self.run.total)
         save = self.is_first and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
-        if (save or copy) and not self.checkpointer.snapshots.busy:
-            self.take(save=save, copy=copy)
+        if save or copy:
+            snapshots = self.checkpointer.snapshots
+            save = save and not snapshots.busy  # One at a time is saved, and kept as the next one's head.
+            if (save or copy) and snapshots.have_room:
+                self.take(save=save, copy=copy)
 
     def while_waiting(self, then: Callable[[], object]) -> None:
         """No step comes for long: save what no checkpoint here holds, if this is rank 0, and call `then` after that.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
+from elasticrt.checkpoint import commits, memory_tier
 from elasticrt.checkpoint.memory_tier import STEP_S_MIN, MemoryTier, lacks_room, stride
 from elasticrt.checkpoint.snapshot import Snapshots
 from elasticrt.checkpoint.state_copy import Buffers, plain_copy, tensors_of
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.messages import Copied
+from elasticrt.ipc.messages import Copied, Message, Reply, Save
 from elasticrt.train.loop import Loop
 from tests.fake_worker import Agent, under
 from tests.servers import wait_until
@@ -105,6 +107,39 @@ def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             wait_until(lambda: copies.due(1e12, 3 * 2**60), "what it has cost is known")
             assert not copies.due(1e12, step + 7)
             copies.left_alone()
+
+
+class WithoutEtcd(Agent):
+    """An agent that cannot commit as long as `away`."""
+
+    def __init__(self) -> None:
+        self.away = True
+        super().__init__(answer=self.say)
+
+    def say(self, message: Message) -> Reply | None:
+        """What an agent says to `message`."""
+        if isinstance(message, Save) and self.away:
+            return Reply(message.request, ok=False, reason="etcd does not answer", refusal="unsure")
+        return self.fenced(message)
+
+
+def test_copies_are_taken_while_a_commit_waits_for_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E03: else a node that is alone would lose all of an outage, if its workers died in it."""
+    monkeypatch.setattr(commits, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(memory_tier, "FIRST_S", 0.0)
+    agent = WithoutEtcd()
+    with under(agent, monkeypatch):
+        loop = Loop(tmp_path / "ckpt", every="1 steps", memory=0.9)
+        for _ in loop.epochs(1):
+            for number in loop.batches(range(10**7)):
+                asked = {save.commit["step"] for save in agent.of(Save)[:1]}
+                if sum(copied.step > min(asked, default=number) for copied in agent.of(Copied)) >= 3:
+                    break
+            else:
+                pytest.fail("copies were taken")
+            assert len({save.commit["step"] for save in agent.of(Save)}) == 1, "one save at a time"
+            agent.away = False
+    assert agent.of(Save)[-1].commit["step"] == loop.steps_done
 
 
 def test_without_an_agent_none_are_taken() -> None:
