@@ -19,6 +19,9 @@ from elasticrt.train.training_state import TrainingState
 # Objects that only an optimizer's step changes, and what belongs to it.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 
+CLOSELY = 3
+"""So many first steps of a process, and those whose number is a power of two, are searched for writes by `.data`."""
+
 _Named = dict[str, Any]
 _REMEDY = "Wrap the model in DistributedDataParallel, or add the gradients of all ranks"
 _log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ class Undo:
     two models in turn, a sum of the losses at the end), because there all ranks can be in that state at once. What a
     script changes before its optimizer steps is noted as well: states of its own objects at once, parameters (an
     average of the weights) and large tensors of these objects once a step has changed them there. That step itself
-    cannot be undone.
+    cannot be undone. Changes by way of `.data` are looked for in some steps only, and in evaluations.
 
     `seeded`: random numbers follow from the step's number, so they need no note.
     """
@@ -71,6 +74,7 @@ class Undo:
         self._collectives = 0  # Begun before the first optimizer of the step began.
         self._at_first: int | None = None  # Begun before the first step of this process.
         self._is_first = True  # Whether no optimizer has stepped yet.
+        self._noted_steps = 0
         self.in_step = False  # Whether a block of a step is open.
         self.open = False  # Whether a step is noted that does not count yet.
         self.stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -158,7 +162,9 @@ class Undo:
         self.touched = self._unknown = False
         self._at_first = collectives.sequence_number() if self._at_first is None else self._at_first
         self._moved.clear()
-        self._modules.note(habits.early_parameters)
+        self._noted_steps += not evaluates
+        few = self._noted_steps <= CLOSELY or self._noted_steps.bit_count() == 1
+        self._modules.note(habits.early_parameters, closely=evaluates or few)
         objects = {
             name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else Note(each.state_dict())
             for name, each in self._noted.items()

@@ -206,3 +206,48 @@ def test_buffers_that_a_forward_binds_anew_are_undone() -> None:
         undo.step_ends()
     assert net.mean.tolist() == [2.5] * 3
     assert (net.count.item(), net.unset.tolist(), net.inner.first.tolist()) == (3, [0.0] * 3, [0.0] * 3)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_write_by_data_before_the_optimizer(*, restores: bool, kind: torch.dtype) -> None:
+    """W02: torch does not count it. It is found in the first step, also where it is taken back before the optimizer's
+    (adversarial training), and later steps are undone with it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).to(kind)
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    net.register_parameter("quantized", frozen)
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.01)
+    state = TrainingState({"net": net, "optimizer": optimizer}, None, None, None, "")
+    undo, weight = Undo(state, seeded=True), net[0].weight
+    undo.watch(lambda *_: undo.optimizer_begins())
+    for lost in (False, False, True, False, True):
+        before = copy.deepcopy(net.state_dict())
+        undo.stepped = False
+        undo.note()
+        backup = weight.data.clone()
+        weight.data.add_(0.01 * torch.ones_like(weight))
+        net(torch.ones(2, 4, dtype=kind)).sum().backward()
+        if lost:
+            assert undo.put_back()
+            for name, each in net.state_dict().items():
+                assert torch.equal(each, before[name]), name
+            continue
+        if restores:
+            weight.data = backup
+        optimizer.step()
+        undo.step_ends()
+    undo.unwatch()
+    assert state.habits.early_parameters == {1}, "the weight"
+    assert not weight._post_accumulate_grad_hooks
+
+
+def test_a_write_by_data_in_an_evaluation_that_fails() -> None:
+    """W02: weights of an average are in the model: its state is known to be no step's."""
+    net = torch.nn.Linear(4, 1)
+    undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
+    undo.note(evaluates=True)
+    assert undo.put_back()
+    undo.note(evaluates=True)
+    net.weight.data.mul_(0.5)
+    assert not undo.put_back()
