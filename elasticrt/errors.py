@@ -44,6 +44,10 @@ class ConfigError(ElasticError):
     exit_code = EXIT_USAGE
 
 
+class ReadAheadError(ConfigError):
+    """The user's code: it draws batches ahead of their steps. It travels in the error file and is final."""
+
+
 class RendezvousTimeoutError(ElasticError):
     """The scheduler: min-nodes did not come together in time."""
 

@@ -51,6 +51,7 @@ class Ledger:
         self._head = ""  # What is to be written before the next line: the first one, the end of an epoch.
         self._size = self._last_size = 0  # Bytes of whole lines, and of those without the last; 0: it has to stay.
         self._noted = 0  # The step of the newest entry.
+        self._size_opened = 0  # Bytes of the first line.
         self._lacks = False  # Whether lines found no room.
 
     @property
@@ -100,6 +101,7 @@ class Ledger:
         )
         self._head, self._size, self._last_size, self._noted = opening.to_line(), 0, 0, 0
         self._write("")
+        self._size_opened = self._size
 
     def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
         """Before a forward of `step`: note its samples. The last forward of a step writes them down."""
@@ -136,6 +138,12 @@ class Ledger:
             self._cut()
             if self.writes:
                 self._write(end_line(steps))
+
+    def take_back(self) -> None:
+        """Nobody has trained what is noted since `open`."""
+        if self.writes:
+            self._size, self._last_size = self._size_opened, 0
+            self._cut()
 
     def close(self) -> None:
         """Write no more."""

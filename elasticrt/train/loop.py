@@ -102,6 +102,8 @@ class Loop:
         self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._draws_itself = False  # Whether that is in `steps`.
         self._completes = True  # Whether the batch before completed its global batch.
+        # Batches that the script has passed without a step, until its first one says how it marks them; None from then.
+        self._passed: int | None = 0
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
         self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
@@ -183,6 +185,8 @@ class Loop:
                     raise
                 validation.check_stage(self._stage, "epochs")
                 self._settle()
+                if self._passed:
+                    self._passed = None  # Its body has made no step of them, so none is to come.
                 if self._state.position.epoch != entered:
                     # The others were further: they had finished this epoch, and their state has what came after it.
                     self._forget_between()
@@ -251,7 +255,10 @@ class Loop:
         """The batches of this epoch that are not trained yet.
 
         A step counts when the next batch is asked for, after `break` if the optimizer has stepped, and after an
-        exception never. Raises ConfigError for a loader that does not belong to the sampler.
+        exception never. So ask for one when the one before is trained: read ahead in the loader.
+
+        Raises ConfigError for a loader that does not belong to the sampler, ReadAheadError when a batch is asked for
+        inside of a step, or the first step comes after batches without one.
         """
         validation.check_stage(self._stage, "batches")
         validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
@@ -324,7 +331,7 @@ class Loop:
             if self._redo:
                 self._forget_between()
                 continue
-            self._settle(passed=True)
+            self._pass_batch()
             # Between two micro-batches the state is that of no step, so nothing is saved there.
             if share.last:
                 self._boundary()
@@ -332,6 +339,13 @@ class Loop:
         self._page.stepping = 0
         if self._undo.outside is None:
             self._leave_batches(known=True)
+
+    def _pass_batch(self) -> None:
+        """Another batch is asked for: the one at hand is finished."""
+        validation.check_not_ahead(in_step=self._undo.in_step)
+        if self._passed is not None:
+            self._passed = None if self._undo.stepped else self._passed + 1
+        self._settle(passed=True)
 
     def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
         """The next batch with its slice; the slice is None at the end. `expected`: a loader that hangs is noticed."""
@@ -432,6 +446,10 @@ class Loop:
         validation.check_not_paused("step", is_paused=bool(self._page.pausing_ns))
         second = self._share is None if self._fed else self._share is not None or self._ended
         validation.check_alone(in_step=self._undo.in_step, second=second)
+        if self._passed and not self._world.moves:  # Those that a newcomer comes to have trained by this script.
+            self._state.ledger.take_back()
+            validation.check_not_ahead(passed=self._passed)
+        self._passed = None
         validation.check_fed(has_batch=self._fed or self._draws_itself)
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
@@ -645,7 +663,9 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
         self._world.evaluations.pass_boundary()
-        self._saving.between_steps()
+        # Not before a script with an optimizer has made a step: what it has passed it may have read ahead.
+        if not (self._passed and self._undo.sees):
+            self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()
         total = self._saving.run.total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elasticrt.errors import CheckpointError, ConfigError, MisfitError, explain, whole_number
+from elasticrt.errors import CheckpointError, ConfigError, MisfitError, ReadAheadError, explain, whole_number
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
@@ -65,6 +65,16 @@ def check_not_paused(where: str, *, is_paused: bool) -> None:
     if is_paused:
         what, remedy = "training inside of loop.pause or loop.evaluate", "Draw from a loader of its own there"
         raise ConfigError(what, where, expected="it between them", remedy=remedy)
+
+
+def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
+    """Raises ReadAheadError where the script has `passed` batches before its first step, or draws one in a step."""
+    if passed or in_step:
+        got = "one drawn inside of a step" if in_step else f"{passed} drawn before the first step, and not trained"
+        expected = "each trained in a block of its own before the next is drawn"
+        remedy = "No list() and no prefetcher around loop.batches: read ahead in the loader (num_workers, "
+        remedy += "prefetch_factor). A batch to be skipped is skipped inside of `with loop.step():`"
+        raise ReadAheadError("batches that were read ahead", "batches", got=got, expected=expected, remedy=remedy)
 
 
 def check_fed(*, has_batch: bool) -> None:

@@ -45,7 +45,12 @@ WHO_KILLED = (
     "`sacct`, `kubectl describe pod`), or from a person"
 )
 # Errors that no restart can cure, by name, with the exit code of the run.
-_FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "DuplicateError": 7}
+_FINAL: dict[str, FinalCode] = {
+    "ReadAheadError": 1,
+    "CheckpointError": 5,
+    "PreparationError": 6,
+    "DuplicateError": 7,
+}
 # It ends in the same way again, but only on this node.
 _MISFIT = "MisfitError"
 # Before the first step these mean that the script, or what is installed, has to be changed.

@@ -156,6 +156,7 @@ def test_nccl_aborts_when_a_peer_is_gone():
     [
         ({"error_file": error_file("CheckpointError: x")}, 5),
         ({"error_file": error_file("PreparationError: x")}, 6),
+        ({"error_file": error_file("ReadAheadError: x"), "stepped": True}, 1),
         ({"error_file": error_file("ValueError: x")}, 0),
         ({"last_lines": ["Traceback (most recent call last):", "elasticrt.errors.CheckpointError: x"]}, 5),
         ({"error_file": error_file("CheckpointError: x"), "code": -9}, 0),
