@@ -103,7 +103,7 @@ class Loop:
         self._draws_itself = False  # Whether that is in `steps`.
         self._completes = True  # Whether the batch before completed its global batch.
         # Batches that the script has passed without a step, until its first one says how it marks them; None from then.
-        self._passed: int | None = 0
+        self._unstepped: int | None = 0
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
         self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
@@ -185,8 +185,8 @@ class Loop:
                     raise
                 validation.check_stage(self._stage, "epochs")
                 self._settle()
-                if self._passed:
-                    self._passed = None  # Its body has made no step of them, so none is to come.
+                if self._unstepped:
+                    self._unstepped = None  # Its body has made no step of them, so none is to come.
                 if self._state.position.epoch != entered:
                     # The others were further: they had finished this epoch, and their state has what came after it.
                     self._forget_between()
@@ -343,8 +343,8 @@ class Loop:
     def _pass_batch(self) -> None:
         """Another batch is asked for: the one at hand is finished."""
         validation.check_not_ahead(in_step=self._undo.in_step)
-        if self._passed is not None:
-            self._passed = None if self._undo.stepped else self._passed + 1
+        if self._unstepped is not None:
+            self._unstepped = None if self._undo.stepped else self._unstepped + 1
         self._settle(passed=True)
 
     def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
@@ -446,10 +446,10 @@ class Loop:
         validation.check_not_paused("step", is_paused=bool(self._page.pausing_ns))
         second = self._share is None if self._fed else self._share is not None or self._ended
         validation.check_alone(in_step=self._undo.in_step, second=second)
-        if self._passed and not self._world.moves:  # Those that a newcomer comes to have trained by this script.
+        if self._unstepped and not self._world.moves:  # Those that a newcomer comes to have trained by this script.
             self._state.ledger.take_back()
-            validation.check_not_ahead(passed=self._passed)
-        self._passed = None
+            validation.check_not_ahead(passed=self._unstepped)
+        self._unstepped = None
         validation.check_fed(has_batch=self._fed or self._draws_itself)
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
@@ -664,7 +664,7 @@ class Loop:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
         self._world.evaluations.pass_boundary()
         # Not before a script with an optimizer has made a step: what it has passed it may have read ahead.
-        if not (self._passed and self._undo.sees):
+        if not (self._unstepped and self._undo.sees):
             self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()
