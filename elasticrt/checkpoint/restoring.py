@@ -197,7 +197,9 @@ class Restoring:
             self._marked = True
             return
         self._marked = bool(history.marked)
-        self._troubles += history.troubles
+        # A resume point whose manifest is missing is known from etcd.
+        point = "" if self._resume is None else self._resume.file
+        self._troubles += [each for each in history.troubles if not point or not each.startswith(f"{point}: ")]
         self._candidates = self._usable(history)
         self._best = next(self._candidates, None)
 

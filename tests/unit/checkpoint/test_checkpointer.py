@@ -621,6 +621,16 @@ def test_resumes_exactly_what_the_run_says(tmp_path, monkeypatch, capsys):
     assert payload(tmp_path, 2).with_suffix(".json").exists()
 
 
+def test_a_resume_point_without_its_manifest(tmp_path, monkeypatch, caplog):
+    """The record of etcd has all that is needed: it is used, and nothing is told of it."""
+    save(tmp_path, 1, 2)
+    head = commit_of(tmp_path, 2)
+    payload(tmp_path, 2).with_suffix(".json").unlink()
+    with under(Agent(head=head.nonce), monkeypatch, resume=head):
+        assert restored(tmp_path) == 2
+    assert "skipped" not in caplog.text
+
+
 def test_the_record_of_etcd_is_what_counts(tmp_path, monkeypatch):
     """A file and manifest that agree with each other, but not with the commit, are not the commit (C8, SEC06)."""
     save(tmp_path, 1, 2)
