@@ -57,13 +57,13 @@ class Stat:
 
 
 def machine() -> str:
-    """An identity that processes share if they see each other in /proc; a random one if it is not known.
-
-    Monotonic times of one can be compared as well, until it boots.
-    """
+    """An identity that processes share if they see each other in /proc, and have the same monotonic clock, until it
+    boots; a random one if it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        times = Path("/proc/self/ns/time")  # Linux 5.6 or later.
+        spaces = [Path("/proc/self/ns/pid").readlink(), *([times.readlink()] if times.is_symlink() else [])]
+        return " ".join([boot, *map(str, spaces)])
     except OSError:
         return secrets.token_hex(8)
 

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 
-from elasticrt.ipc.proc import end_in, ends_of, start_of, stat
+import pytest
+
+from elasticrt.ipc.proc import end_in, ends_of, machine, start_of, stat
 
 NAMED = "open('/proc/self/comm', 'w').write('a) Z 1 (b'); print(flush=True); input()"
 
@@ -28,6 +30,17 @@ def test_a_process_until_it_is_gone() -> None:
         assert (found.ended, start_of(process.pid)) == (True, 0)
         process.wait()
         assert (stat(process.pid), start_of(process.pid)) == (None, 0)
+
+
+def test_a_machine_has_one_monotonic_clock() -> None:
+    """A process whose clock counts from elsewhere is on another one."""
+    code = [sys.executable, "-c", "from elasticrt.ipc.proc import machine; print(machine())"]
+    assert subprocess.check_output(code, text=True).strip() == machine()
+    elsewhere = ["unshare", "--time", "--monotonic", "1000", *code]
+    unshared = subprocess.run(elsewhere, check=False, capture_output=True, text=True)
+    if unshared.returncode:
+        pytest.skip("a time namespace needs root and unshare (util-linux)")
+    assert unshared.stdout.strip() != machine()
 
 
 def test_where_a_socket_still_connects_to() -> None:
