@@ -146,6 +146,7 @@ PURE = (
     "playground/narration.py",
     "story/buckets.py",
     "story/changes.py",
+    "story/clocks.py",
     "story/fold.py",
     "story/report.py",
     "story/sentences.py",

@@ -25,7 +25,6 @@ from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address, bracketed
 from elasticrt.story import run_dir
 from elasticrt.story.board import board
-from elasticrt.story.fold import Story
 from elasticrt.text import json_text
 
 REQUEST_S = 10.0
@@ -127,8 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         if directory is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
         self._answer("text/event-stream", None)
-        story, told_at = Story(), 0.0
-        for lines, _ in run_dir.looks(directory, story, lambda: False):
+        told_at = 0.0
+        for story, lines, _ in run_dir.looks(directory, lambda _: False):
             if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json_text(board(story, time.time())).encode() + b"\n\n")

@@ -233,14 +233,14 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[list[str], bool]]:
-    """See `run_dir.looks`: one, or with --follow until all agents have ended."""
-    story, said = Story(), False
+    """The lines of `run_dir.looks`: of one, or with --follow until all agents have ended; whether it is the last."""
+    said = False
 
-    def over() -> bool:
+    def over(story: Story) -> bool:
         return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives and not story.alive())
 
-    for look in run_dir.looks(directory, story, over):
-        yield look
-        if not (look[1] or said):
+    for _, news, last in run_dir.looks(directory, over):
+        yield news, last
+        if not (last or said):
             said = True
             tell(f"elasticrt: waiting for more of run {directory.name}, until its agents end or Ctrl-C\n")

@@ -3,8 +3,7 @@
 The terminal, `simulate`, `status`, `report` and the dashboard are views of it, so they cannot disagree. Nothing here
 reads a clock: what depends on the present takes `now`.
 
-Times are seconds since 1970. Within one machine they follow its monotonic clock, so they stay in order when the wall
-clock is set. Machines are compared by the wall clock that each had at its first event.
+Times are seconds since 1970, by `elasticrt.story.clocks`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from elasticrt.story.buckets import (
     together,
     totals,
 )
+from elasticrt.story.clocks import Clocks
 
 POINTS_MAX, POINT_EVERY_S = 4000, 1.0
 """How many points of the curves of steps and scalars are kept, and how soon after one another at least where scalars
@@ -77,21 +77,6 @@ class Series(list[Value]):
         if len(self) > self._most:
             del self[:-1:2]
             self._every *= 2
-
-
-class Clocks:
-    """Converts the times of events to seconds since 1970."""
-
-    def __init__(self) -> None:
-        self.machines: dict[str, str] = {}  # By node.
-        self._zeros: dict[str, float] = {}  # What each machine's monotonic clock counts from.
-
-    def when(self, record: events.Record) -> float:
-        """When `record` happened. Ask for the records of one node in the order in which they were written."""
-        if isinstance(record.event, events.AgentStarted) and record.event.machine:
-            self.machines[record.node] = record.event.machine
-        machine = self.machines.get(record.node) or f"the machine of {record.node}"
-        return self._zeros.setdefault(machine, record.time - record.at) + record.at
 
 
 @dataclass
@@ -206,8 +191,8 @@ class Stand:
 class Story:
     """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`."""
 
-    def __init__(self) -> None:
-        self.clocks = Clocks()
+    def __init__(self, clocks: Clocks | None = None) -> None:
+        self.clocks = clocks or Clocks({})
         # The first two are from the first agent that started, `etcd` is from the newest; "" before.
         self.run_id = self.run_dir = self.etcd = ""
         self.min_nodes = self.max_nodes = 1  # The limits of the run.
@@ -399,6 +384,7 @@ class Story:
     def tell(self, record: events.Record) -> float:  # noqa: PLR0912, PLR0915  One table of kinds.
         """Fold `record` into the story. Returns when it happened."""
         at, event, node = self.clocks.when(record), record.event, record.node
+        self.clocks.tell(record)
         self.begin = min(self.begin or at, at)
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, lines, records
 from elasticrt.events import VERSION, AgentStopped, Record, Result
 from elasticrt.ipc.proc import machine, stat
+from elasticrt.story.clocks import Clocks
 from elasticrt.story.fold import Story
 
 LOOK_EVERY_S = 0.2
@@ -64,15 +66,15 @@ def _unreadable(what: str, path: Path, error: OSError) -> ConfigError:
 
 def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
-    story = Story()
+    telling = _Telling(directory)
     try:
-        for _ in _news(directory, story, {}):
+        for _ in chain(telling.news(), telling.anew()):
             pass
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
-    if not story.lives:
+    if not telling.story.lives:
         raise says_nothing(directory)
-    return story
+    return telling.story
 
 
 def says_nothing(directory: Path) -> ConfigError:
@@ -82,34 +84,67 @@ def says_nothing(directory: Path) -> ConfigError:
     return ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
 
 
-def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
-    """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
-    offsets, last = dict[Path, int](), False
+def looks(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
+    """The story in a run's directory, the lines of new events, by time, and whether the run is `over` then.
+
+    Where wall clocks turn out to disagree the story is another one, which is told from the beginning.
+    """
+    telling, first, last = _Telling(directory), True, False
     while not last:
-        news = list(_news(directory, story, offsets))
-        last = over()
-        yield news, last
+        news, again = list(telling.news()), list(telling.anew())
+        last = over(telling.story)
+        yield telling.story, again if first and again else news, last
+        first = False
         if not last:
             time.sleep(LOOK_EVERY_S)
 
 
-def _news(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[str]:
-    """The lines of events behind the `offsets`, which move on, by time. Each is told to `story` before."""
-    yield from _told(directory, story, offsets)
-    story.run_id = story.run_id or directory.name
-    if dead := dead_here(story):
-        yield from _told(directory, story, offsets)  # What they have written before their end.
-        for node in set(dead).intersection(story.alive()):
-            story.killed(node)
+class _Telling:
+    """Tells a `story` from the files of a run's directory."""
 
+    def __init__(self, directory: Path) -> None:
+        self.story = Story()
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+        self._dead: list[str] = []  # Nodes of this machine whose agents were killed, as the newest look tells.
+        self._counts: Counter[Path] = Counter()  # How many events of each file are told.
 
-def _told(directory: Path, story: Story, offsets: dict[Path, int]) -> Iterator[str]:
-    def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
-        return ((story.clocks.when(record), line, record) for line, record in lines(path, offsets, whole=True))
+    def news(self) -> Iterator[str]:
+        """The lines of new events, by time. Each is told before."""
+        yield from self._told()
+        self._dead = dead_here(self.story)
+        if self._dead:
+            yield from self._told()  # What they have written before their end.
+        self._end()
 
-    for _, line, record in heapq.merge(*map(timed, files(directory)), key=lambda each: each[0]):
-        story.tell(record)
-        yield line
+    def anew(self) -> Iterator[str]:
+        """Where wall clocks turn out to disagree, the same of all events so far."""
+        behind = self.story.clocks.disagree()
+        if behind is not None:
+            self.story = Story(Clocks(behind))
+            yield from self._merged(lambda path: islice(lines(path, {}, whole=True), self._counts[path]))
+            self._end()
+
+    def _told(self) -> Iterator[str]:
+        def new(path: Path) -> Iterator[tuple[str, Record]]:
+            for each in lines(path, self._offsets, whole=True):
+                self._counts[path] += 1
+                yield each
+
+        return self._merged(new)
+
+    def _merged(self, found: Callable[[Path], Iterator[tuple[str, Record]]]) -> Iterator[str]:
+        def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
+            return ((self.story.clocks.when(record), line, record) for line, record in found(path))
+
+        for _, line, record in heapq.merge(*map(timed, files(self._directory)), key=lambda each: each[0]):
+            self.story.tell(record)
+            yield line
+
+    def _end(self) -> None:
+        self.story.run_id = self.story.run_id or self._directory.name
+        for node in set(self._dead).intersection(self.story.alive()):
+            self.story.killed(node)
 
 
 def dead_here(story: Story) -> list[str]:

@@ -16,7 +16,6 @@ from elasticrt.ipc.proc import machine
 from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
-from elasticrt.story.fold import Story
 from elasticrt.story.report import as_object, report
 from elasticrt.story.sentences import cost, happened, made, state
 from elasticrt.text import json_text
@@ -104,14 +103,13 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         begins = events.AgentStarted(process.pid, "calm-fox", "etcd", "runs/calm-fox", machine(), 1, 4)
         write(tmp_path, [(0.0, "a", begins), (1.0, "a", warm()), (2.0, "a", begun(1, "a", "start"))])
-        told, alive = Story(), []
-        for number, _ in enumerate(run_dir.looks(tmp_path, told, lambda: len(alive) == 3)):
+        alive = list[tuple[str, ...]]()
+        for number, (told, *_) in enumerate(run_dir.looks(tmp_path, lambda _: len(alive) == 3)):
             alive.append(told.alive())
             if number == 0:
                 process.kill()
                 process.wait()
     assert alive[0] == ("a",)
     assert alive[1] == ()
-    later = Story()
-    next(run_dir.looks(tmp_path, later, lambda: True))
+    later, *_ = next(run_dir.looks(tmp_path, lambda _: True))
     assert later.alive() == ()
