@@ -84,18 +84,22 @@ class Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
     server_version, sys_version = "elasticrt", ""
 
+    def handle(self) -> None:
+        """Answer what is asked, as long as somebody is there."""
+        with suppress(ConnectionError):
+            super().handle()
+
     def do_GET(self) -> None:
         """Answer."""
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
-        with suppress(ConnectionError, TimeoutError):  # The page was closed.
-            try:
-                self._check(query)
-                answers.get(asked.path, self._nothing)(query)
-            except Refusal as refusal:
-                status, text = refusal.args
-                self._answer("text/plain; charset=utf-8", text.encode(), status)
+        try:
+            self._check(query)
+            answers.get(asked.path, self._nothing)(query)
+        except Refusal as refusal:
+            status, text = refusal.args
+            self._answer("text/plain; charset=utf-8", text.encode(), status)
 
     def _page(self, _: dict[str, str]) -> None:
         self._answer("text/html; charset=utf-8", PAGE.read_bytes())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -89,6 +91,18 @@ def test_who_is_answered(server: Server) -> None:
     assert ask(server, "/", method="POST")[0] == 501
     server.token = "a secret"
     assert [ask(server, path)[0] for path in ("/", "/runs?token=a", "/?token=a%20secret")] == [403, 403, 200]
+
+
+def test_clients_that_are_gone(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a connection that is reset, in a request or before an answer, nothing is printed, and others get answers."""
+    for sent in (b"GET / HT", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n") * 5:
+        with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(sent)
+    assert ask(server, "/runs")[0] == 200
+    for thread in [each for each in threading.enumerate() if "process_request" in each.name]:
+        thread.join(10)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_other_addresses_need_a_token(tmp_path: Path) -> None:
