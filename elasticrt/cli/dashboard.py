@@ -15,7 +15,7 @@ from hmac import compare_digest
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from elasticrt.agent.health_server import is_foreign, own_names
 from elasticrt.cli.report import PAGE
@@ -91,12 +91,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer."""
-        asked = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        path, _, asked = self.path.partition("?")
+        query = {name: values[-1] for name, values in parse_qs(asked).items()}
         answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
         try:
             self._check(query)
-            answers.get(asked.path, self._nothing)(query)
+            answers.get(path, self._nothing)(query)
         except Refusal as refusal:
             status, text = refusal.args
             self._answer("text/plain; charset=utf-8", text.encode(), status)

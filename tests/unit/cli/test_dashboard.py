@@ -86,7 +86,7 @@ def test_who_is_answered(server: Server) -> None:
     status, page = ask(server, "/")
     assert (status, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
     assert b"http" not in page.read(), "nothing is loaded from elsewhere"
-    assert [ask(server, path)[0] for path in ("/x", "/updates?run=..", "/updates")] == [404, 404, 404]
+    assert {ask(server, path)[0] for path in ("/x", "/updates?run=..", "/updates", "http://[/")} == {404}
     assert ask(server, "/", "evil.example")[0] == 403
     assert ask(server, "/", method="POST")[0] == 501
     server.token = "a secret"
