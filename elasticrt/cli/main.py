@@ -42,6 +42,10 @@ class Parser(argparse.ArgumentParser):
 
     _inside = False
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-\d")  # A value, such as -1:2. No option begins so.
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but options may stand anywhere, and unknown ones are an error of the command given them."""
         if self._inside:  # Called by argparse, from here.

@@ -292,6 +292,8 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["resize", "2:8"], "which run? (RUN)"),
         (["resize", "2-8", "--run-id", "x"], "(MIN:MAX): got 2-8; expected a number of nodes, or MIN:MAX"),
         (["resize", "8:2", "--run-id", "x"], "(MIN:MAX): got 8:2"),
+        (["resize", "-1:2", "x"], "(MIN:MAX): got -1:2"),
+        (["run", "--nnodes", "-1:2", "train.py"], "(--nnodes): got -1:2"),
         (["etcd", "--listen", "2379"], "(--listen): got 2379; expected HOST:PORT"),
         (["ledger", "check"], "DIR"),
         (["etcd", "--listen", "foo:bar"], "expected HOST:PORT with a port from 1 to 65535"),
