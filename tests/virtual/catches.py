@@ -287,7 +287,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "finish without _current(keys, view.fence)": ("S12", "a result meets the next generation"),
     "finish without _alive(keys, view)": ("S12", "a former leader ends the run"),
     "commit without _current(keys, generation)": ("S2", "a commit meets the next generation"),
-    "commit without _unchanged(keys.checkpoint, head_mod)": ("S2", "a commit arrives twice"),
+    "commit without _unchanged(changed, head_mod)": ("S2", "a commit arrives twice"),
     "commit without _absent(keys.result(attempt))": ("S2", "a commit meets the result"),
     "claim without _unchanged(key, seen_mod)": ("S9", "two claim in the same moment"),
     "claim without _current(keys, generation)": ("S9", "a claim meets the next generation"),
