@@ -24,7 +24,7 @@ class ModuleNotes:
         self._layers: list[torch.nn.Module] | None = None  # None before the first step.
         self._owners: list[_Buffers] = []  # Their dicts of buffers.
         self._parameters: list[torch.nn.Parameter] = []
-        self._hooks: list[RemovableHandle] = []  # While a step is noted closely.
+        self._hooks: list[RemovableHandle] = []  # After a backward.
         # As noted last.
         self._trains: list[bool] = []  # Whether each layer is in training mode.
         self._learns: list[bool] = []  # Whether each parameter is not frozen.
@@ -36,11 +36,12 @@ class ModuleNotes:
         self._copied: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    def note(self, early: Collection[int], *, closely: bool = False) -> None:
+    def note(self, early: Collection[int], *, closely: bool = False, taken_back: bool = False) -> None:
         """Note all of it, and the weights of the `early` parameters, by number.
 
         Torch does not count changes by way of `.data`. With `closely` these are found as well, by the norms of all
-        parameters after each backward and in `changed`. That takes as long as reading them all.
+        parameters, and with `taken_back` also those that were there in a backward only. That takes as long as reading
+        them all.
         """
         if self._layers is None:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
@@ -53,7 +54,7 @@ class ModuleNotes:
         self._look_no_more()
         if closely:
             self._norms = self._norms_now()
-            for module in self._modules:
+            for module in self._modules if taken_back else ():
                 for each in [each for each in module.parameters() if each.requires_grad][-1:]:
                     self._hooks.append(each.register_post_accumulate_grad_hook(self._look))  # type: ignore[no-untyped-call]
         self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]

@@ -164,7 +164,7 @@ class Undo:
         self._moved.clear()
         self._noted_steps += not evaluates
         few = self._noted_steps <= CLOSELY or self._noted_steps.bit_count() == 1
-        self._modules.note(habits.early_parameters, closely=evaluates or few)
+        self._modules.note(habits.early_parameters, closely=evaluates or few, taken_back=few and not evaluates)
         objects = {
             name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else Note(each.state_dict())
             for name, each in self._noted.items()
