@@ -54,10 +54,12 @@ class Agent:
             return Reply(message.request, ok=True)
         if not isinstance(message, Save):
             return None
-        if message.replaces != self.head:
-            return Reply(message.request, ok=False, reason=f"the head is {self.head}")
-        self.head = message.commit["nonce"]
-        self.heads[message.commit["place"]] = {"head": message.commit}
+        place = message.commit["place"]
+        head = self.heads[place]["head"]["nonce"] if message.beside and place in self.heads else self.head
+        if message.replaces != ("" if message.beside and place not in self.heads else head):
+            return Reply(message.request, ok=False, reason=f"the head is {head}")
+        self.head = self.head if message.beside else message.commit["nonce"]
+        self.heads[place] = {"head": message.commit}
         return Reply(message.request, ok=True)
 
     def of(self, kind: type[Any]) -> list[Any]:

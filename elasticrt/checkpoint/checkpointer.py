@@ -90,7 +90,7 @@ class Checkpointer:
         Args:
             state: plain values and tensors by name (results of `state_dict()`), the same on all ranks.
             step: steps trained in this state, not less than at the save before. Beside a Loop, which counts the run's
-                steps, it is a label of this directory's checkpoints.
+                steps, it is a label of this directory's checkpoints, and may be less.
             epoch: the epoch that the next step belongs to.
 
         Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
@@ -113,10 +113,12 @@ class Checkpointer:
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
-        # Of a Loop the run's head may be ahead: rank 0 has finished a step, saved it, and died alone.
+        beside = self._head.run.has_loop and not of_loop
+        # Of a Loop the run's head may be ahead: rank 0 has finished a step, saved it, and died alone. What is saved
+        # beside it may be ahead of its state as well, after a restart from an earlier step.
         known = None if of_loop else self._head.known
         least = self._asked_step if known is None else max(self._asked_step, known.step)
-        if step < least:
+        if step < least and not beside:
             expected = f">= {least}, saved before"
             raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
@@ -125,7 +127,7 @@ class Checkpointer:
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
         try:
-            self._directory.claim(partial(self._head.take, patient=patient))
+            self._directory.claim(partial(self._head.take, patient=patient, adopts=beside))
         except (NoAnswer, OSError) as error:
             kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
             self._missed(kind, self._draft(step, epoch).commit, error)

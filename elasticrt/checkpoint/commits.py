@@ -101,8 +101,9 @@ class DirectoryHead:
             return self.worker.resume
         return self._ask(take=False)
 
-    def take(self, *, patient: bool = True) -> None:
+    def take(self, *, patient: bool = True, adopts: bool = False) -> None:
         """Take the directory for this run, without an agent for this process. `patient`: wait while etcd is away.
+        `adopts`: what the run has saved here is this process's as well, whether it has restored that or not.
 
         Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """
@@ -110,7 +111,7 @@ class DirectoryHead:
             take_alone(self._path)
         else:
             head = self._ask(take=True, patient=patient)
-            if head is not None and not self.knows_nothing:  # Another rank 0 may have saved here.
+            if head is not None and (adopts or not self.knows_nothing):  # Another rank 0 may have saved here.
                 self.run.heads[self.place] = head
 
     def move(self, worker: WorkerEnv) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from elasticrt.checkpoint.state_copy import is_sharded, plain_copy
+from elasticrt.checkpoint.state_copy import is_sharded, plain_copy, tensors_of
 from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
@@ -55,6 +55,8 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
     if saved != present:
         got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
         raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)
+    modules = [(each, data[name]) for name, each in objects.items() if isinstance(each, torch.nn.Module)]
+    alike = all(_types(each.state_dict()) == _types(there) for each, there in modules)
     for name, each in objects.items():
         settings = _settings(each)
         try:
@@ -62,6 +64,8 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
                 each.load_state_dict(plain_copy(data[name], name))
             else:
                 each.load_state_dict(data[name])
+            if isinstance(each, torch.optim.Optimizer) and alike:
+                _keep_types(each, data[name])
             if shared and isinstance(each, torch.optim.Optimizer):
                 _check_kind(each, settings)
                 _keep_nothing(each)
@@ -69,6 +73,27 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
             said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
             remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
+
+
+def _types(state: Any) -> list[torch.dtype]:
+    return [each.dtype for each in tensors_of(state)]
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Give its tensors the types that they had: torch makes most of them those of the parameters when it loads them.
+
+    Not where the model has other types than the saved one, because the script trains with another precision now.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        return  # A class with a state of its own form.
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        now = optimizer.state.get(parameter, {})
+        for name, value in saved["state"].get(number, {}).items():
+            loaded = now.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and value.dtype != loaded.dtype:
+                now[name] = value.detach().to(loaded.device, copy=True)
 
 
 def _settings(each: object) -> list[set[str]]:

@@ -386,7 +386,8 @@ class Loop:
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
                 self._given_again = self._redo and not self._world.evaluations.awaited
-                if self._given_again:
+                if self._given_again:  # What stands before the block has been done, and is undone where that begins.
+                    self._undo.note_between(whole=False)
                     self._world.evaluations.repeat_from_boundary()
                 else:
                     self._world.evaluations.pass_boundary()
@@ -450,12 +451,11 @@ class Loop:
             self._state.ledger.take_back()
             validation.check_not_ahead(passed=self._unstepped)
         self._unstepped = None
-        validation.check_fed(has_batch=self._fed or self._draws_itself)
+        validation.check_fed(has_batch=self._fed or self._draws_itself, has_drawn=bool(self._pass))
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not self._fed:
             self._begin(WHOLE)
-        if self._redo:
-            self._forget_between()
+        self._undo.forget_between()
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
             self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
         self._undo.in_step = self._has_blocks = True
@@ -587,8 +587,6 @@ class Loop:
         validation.check_stage(self._stage, "evaluate")
         validation.check_outside(in_step=self._undo.in_step, function=function)
         if self._world.evaluations.awaited:
-            # What the script has done since this rank took the step over, the others had done in the state that came.
-            self._undo.forget_between()
             self._ended = self._ended or (self._redo and not self._fed)
             self._redo = False
         elif self._redo or (self._given_again and not self._page.pausing_ns):

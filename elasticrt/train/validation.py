@@ -77,10 +77,16 @@ def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
         raise ReadAheadError("batches that were read ahead", "batches", got=got, expected=expected, remedy=remedy)
 
 
-def check_fed(*, has_batch: bool) -> None:
-    """Raises ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be done again."""
+def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
+    """Raises ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be done again.
+
+    ReadAheadError where the script `has_drawn` batches: it then reads them ahead, or makes one step more.
+    """
     if not has_batch:
         expected = "one in the body of `for batch in loop.batches(loader):`"
+        if has_drawn:
+            remedy = "No list() and no prefetcher around loop.batches, and no step behind its batches"
+            raise ReadAheadError("a step without a batch", "step", expected=expected, remedy=remedy)
         remedy = "Where the script draws its data itself write `for step in loop.steps(total):`"
         raise ConfigError("a step without a batch", "step", expected=expected, remedy=remedy)
 

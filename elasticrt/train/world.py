@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from elasticrt.checkpoint import rng_state, state_transfer, stateful
+from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.distributed import agent_client, collectives, handover, regroup
+from elasticrt.errors import ConfigError
 from elasticrt.train.evaluations import Evaluations
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
@@ -69,6 +73,9 @@ class World:
             objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
         self.evaluations = Evaluations()
+        # The random numbers before evaluations that this rank comes to after others, and those to go on with then.
+        self._earlier: dict[str, Any] = {}
+        self._numbers: dict[str, Any] = {}
         # `size`: processes in all; `resumed_size`: in the world that began what is left of the epoch.
         self.size = self.resumed_size = 1
         self.moves = 0  # How often this process has got another place.
@@ -86,6 +93,7 @@ class World:
             self._saving.set_up_beside()
             self.in_place.set_up_beside(self._state.objects)
             self.go_on()
+            self._go_after_others()
             return
         self._page.loop_at_ns = time.monotonic_ns()
         self._state.numbers.compare()
@@ -135,10 +143,45 @@ class World:
 
         `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
         """
+        if self.evaluations.next == self.evaluations.rejoined_at:
+            self._undo.forget_between()
+            self._go_on_with_numbers()
         number = self.evaluations.begin(call)
-        result: Result = self._evaluated(number, what)
+        try:
+            result: Result = self._evaluated(number, what)
+        finally:
+            self.evaluations.inside = 0
         self.evaluations.end(number, result)
+        if number == max(self.evaluations.made_again, default=0):
+            self._go_on_with_numbers()
         return result
+
+    def _go_after_others(self) -> None:
+        """This newcomer has the others' state, and comes to what they have evaluated since the boundary.
+
+        What the script does on the way is in that state already: so it is noted, and put back where the others are.
+        """
+        if self.evaluations.awaited:
+            self._undo.note_between(whole=False)
+            self._numbers = rng_state.note()
+            rng_state.restore(self._earlier)
+
+    def _go_on_with_numbers(self) -> None:
+        if self._numbers:
+            rng_state.restore(self._numbers)
+            self._numbers = {}
+
+    def _agreed(self, number: int, result: Any) -> Any:
+        """The result of evaluation `number`, which all have made again: that of a rank that had it before, if any.
+
+        Ranks that decide by it must not part, and in another world it may be another one.
+        """
+        known, kept = self.evaluations.kept(number)
+        offers = collectives.gather_bytes(_packed(kept) if known else b"")
+        offer = next(filter(None, offers), None)
+        if known or offer is None:
+            return kept if known else result
+        return torch.load(io.BytesIO(offer), weights_only=True)[0]
 
     def _evaluated(self, number: int, what: str) -> Any:
         repeated = self._undo.outside is not None
@@ -147,6 +190,8 @@ class World:
             before = collectives.sequence_number()
             try:
                 result = self.evaluations.enter(number)()
+                if number in self.evaluations.made_again:
+                    result = self._agreed(number, result)
                 self.in_place.check_results()
                 if collectives.sequence_number() != before:
                     self.in_place.check_replaced()
@@ -251,6 +296,7 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
+            self._earlier = taken[stateful.OURS]["earlier"]
             self.evaluations.forget()
             self._saving.run.total = taken[stateful.OURS]["total"]
         state.whole = True
@@ -274,9 +320,9 @@ class World:
         settings = {"settings": state.settings(), "batch_size": state.batch_size}
         now, before = rng_state.note(), self.evaluations.numbers_before
         rng_state.restore(before or now)
-        collected = state.collect(alike=state.numbers.alike, total=total, **settings)
+        earlier = rng_state.capture()
         rng_state.restore(now)
-        return collected
+        return state.collect(alike=state.numbers.alike, total=total, earlier=earlier, **settings)
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
@@ -321,3 +367,14 @@ class World:
         for call in self.on_change:
             call(change)
         self._size_before = self.size
+
+
+def _packed(result: object) -> bytes:
+    """The result of an evaluation for other ranks; nothing where it is more than numbers, texts and tensors."""
+    try:
+        whole = plain_copy([result], "result")
+    except ConfigError:
+        return b""
+    file = io.BytesIO()
+    torch.save(whole, file)
+    return file.getvalue()

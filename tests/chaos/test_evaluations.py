@@ -10,8 +10,8 @@ import pytest
 
 from tests.cluster import TOGETHER, Cluster
 
-Results = tuple[dict[str, list[float]], list[list[float]]]
-"""What a process has at the end: the results of evaluations by step and name, and the weights."""
+Results = tuple[dict[str, list[float]], list[object]]
+"""What a process has at the end: the results of evaluations by step and name; weights, variables, the scheduler."""
 
 SCRIPT = """
 import json, os, pathlib, random, signal, sys, torch, elasticrt
@@ -26,9 +26,11 @@ random.seed(0)
 data = TensorDataset(torch.arange(24.0).view(24, 1))
 model = DDP(torch.nn.Linear(1, 1))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=4) if WAY == "epochs" else None
-given = {"model": model, "optimizer": optimizer, **({"sampler": sampler} if sampler else {})}
+given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **({"sampler": sampler} if sampler else {})}
 loop = elasticrt.Loop("ckpt", every="1000 steps", memory=0, **given)
+loop.vars["measured"] = loop.vars["between"] = 0
 results = []
 
 def at(point):
@@ -42,11 +44,14 @@ def measure(name):
     at(name)
     dist.all_reduce(ranks)
     assert ranks.eq(len(name) * ctx.world_size**2).all(), (name, ranks)
+    loop.vars["measured"] += 1
     return [drawn, model.module.weight.item()]
 
 def evaluate(*names):
     for name in names:
         found = loop.evaluate(measure, name)
+        loop.vars["between"] += 1
+        scheduler.step()
         results.append([f"{loop.steps_done} {name}", found])
 
 def train(x):
@@ -69,7 +74,8 @@ else:
         for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
             train(x)
         evaluate("one", "second")
-pathlib.Path(f"results-{os.getpid()}").write_text(json.dumps([results, model.state_dict()["module.weight"].tolist()]))
+end = [model.module.weight.tolist(), loop.vars["measured"], loop.vars["between"], scheduler.last_epoch]
+pathlib.Path(f"results-{os.getpid()}").write_text(json.dumps([results, end]))
 """
 
 
@@ -87,7 +93,7 @@ def _run(directory: Path, way: str, victim: int, point: str) -> Cluster:
 def _results(directory: Path) -> list[Results]:
     found = [json.loads(path.read_text()) for path in directory.glob("results-*")]
     assert all(len({json.dumps(each) for each in results}) == len(dict(results)) for results, _ in found), found
-    return [(dict(results), weights) for results, weights in found]
+    return [(dict(results), end) for results, end in found]
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +136,10 @@ def test_a_newcomer_evaluates_with_the_survivors(
     cluster = _run(tmp_path, way, victim, point)
     ends = [each["failure"] for each in cluster.events("worker_ended") if each["failure"]]
     assert len(ends) == 1 and "killed by SIGKILL" in ends[0], cluster.story()
-    results, weights = undisturbed[way]
+    results, end = undisturbed[way]
     found = _results(tmp_path)
     assert len(found) == 2
     for mine, own in found:
-        assert own == weights
+        assert own == end, cluster.story()
         assert mine == {name: results[name] for name in list(results)[-len(mine) :]}, cluster.story()
     assert any(mine == results for mine, _ in found), "a survivor has all"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrt import Checkpointer, CheckpointError, ConfigError
+from elasticrt import Checkpointer, CheckpointError, ConfigError, Loop
 from elasticrt.checkpoint import checkpointer, commits, restoring
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
 from elasticrt.checkpoint.manifest import Manifest, _check
@@ -404,8 +404,9 @@ def test_another_live_process_saves_there(tmp_path):
         (lambda path: save(path, 5, 4), ValueError),
     ],
 )
-def test_wrong_use(tmp_path, act, error):
+def test_wrong_use(tmp_path, monkeypatch, act, error):
     """Wrong types, sizes and contents are refused in words."""
+    monkeypatch.setattr(commits, "_runs", {})  # Else a Loop of another test is beside them.
     with pytest.raises(error):
         act(tmp_path)
 
@@ -571,6 +572,35 @@ def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
         (asked,) = agent.of(Save)
         assert (asked.replaces, asked.commit["parent"]) == (head.nonce, head.nonce)
         assert asked.commit["generation"] == 4
+
+
+def test_beside_a_loop_steps_are_labels(tmp_path, monkeypatch):
+    """Where a run goes back, its script saves earlier steps again; the newest save is what is restored."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        Loop(tmp_path / "ckpt")
+        save(tmp_path / "best", 30, keep=1)
+        save(tmp_path / "best", 20, keep=1)
+        assert restored(tmp_path / "best") == 20
+    assert [each.beside for each in agent.of(Save)] == [True, True]
+    assert len(list((tmp_path / "best").glob("*.pt"))) == 1
+
+
+def test_who_becomes_rank_0_saves_beside_its_loop(tmp_path, monkeypatch):
+    """It goes on from what the run has saved there, also if its script has restored nothing: rank 0 has not either."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        Loop(tmp_path / "ckpt")
+        Checkpointer(tmp_path / "best").save(state(1), step=1)
+        wait_until(lambda: agent.heads, "it is committed")
+        for known in commits._runs.values():  # As in a process that was another rank.
+            known.heads.clear()
+        other = Checkpointer(tmp_path / "best")
+        other.save(state(2), step=2)
+        assert other.wait()
+    first, second = agent.of(Save)
+    assert second.replaces == second.commit["parent"] == first.commit["nonce"]
+    assert not agent.of(Unsaved)
 
 
 def test_what_a_new_rank_0_saves_is_newer_than_what_another_node_has(tmp_path, monkeypatch):

@@ -35,3 +35,31 @@ def test_what_is_saved():
     scheduler = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
     objects = {"model": torch.compile(model), "optimizer": OPTIMIZER, "scheduler": scheduler}
     assert stateful.checked(objects) == {**objects, "model": model}
+
+
+class Precise(torch.optim.SGD):
+    """It keeps 32 bits of parameters that have 16."""
+
+    def step(self, closure=None):
+        """One step."""
+        for parameter in self.param_groups[0]["params"]:
+            exact = self.state[parameter].setdefault("exact", parameter.detach().float())
+            exact.sub_(parameter.grad.float(), alpha=0.001)
+            parameter.data.copy_(exact)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_what_an_optimizer_keeps_has_the_type_that_it_had(kind):
+    """Torch gives it that of the parameters, and ranks would part. Not where the model is trained in another one."""
+    model = torch.nn.Linear(2, 2).bfloat16()
+    objects = {"model": model, "optimizer": Precise(model.parameters(), lr=0.1)}
+    model(torch.ones(1, 2).bfloat16()).sum().backward()
+    objects["optimizer"].step()
+    other = torch.nn.Linear(2, 2).to(kind)
+    others = {"model": other, "optimizer": Precise(other.parameters(), lr=0.1)}
+    for each in objects["optimizer"].state.values():
+        each["exact"] += 1e-4  # More than bfloat16 can show.
+    stateful.put_back(others, stateful.collect(objects), "here", shared=True)
+    exact, there = ([each["exact"] for each in given["optimizer"].state.values()] for given in (objects, others))
+    assert [each.dtype for each in there] == [torch.float32] * 2
+    assert all(map(torch.equal, exact, there))

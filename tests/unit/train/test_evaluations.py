@@ -32,7 +32,7 @@ def test_which_are_made_again(standings: list[tuple[int, int, int]], makes: list
     for standing in standings:
         mine = _standing(*standing)
         found.append(list(_meet(mine, standings)))
-        assert mine.standing(is_newcomer=False) == json.dumps([*standing, False])
+        assert mine.standing(is_newcomer=False) == json.dumps([*_whole(standing), False])
         assert mine.awaited == 0 or not standing[0]
     assert found == makes
 
@@ -55,7 +55,7 @@ def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, int, int]
     """One from before the boundary cannot be made again with it by anybody, and nobody waits for that."""
     found = _standing(*mine)
     assert list(_meet(found, [(2, 2, -1), (3, 0, 3)], newcomers=1, is_newcomer=is_newcomer)) == []
-    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, -1, false]")
+    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, 0, -1, false]")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_evaluations_behind_the_boundary_are_made_with_a_newcomer(
     assert list(_meet(newcomer, survivors, newcomers=1, is_newcomer=True)) == []
     assert newcomer.awaited == awaited
     passed = max(0, *(passed for *_, passed in survivors))
-    assert newcomer.standing(is_newcomer=False) == json.dumps([passed, 0, passed, False])
+    assert newcomer.standing(is_newcomer=False) == json.dumps([passed, 0, 0, passed, False])
     newcomer.end(newcomer.begin(lambda: None), "mine")
     newcomer.repeat_from_boundary()
     assert newcomer.repeat() == (True, "mine")
@@ -106,14 +106,19 @@ def _standing(begun: int, at: int, passed: int) -> Evaluations:
             found.pass_boundary()
         if number < begun:
             found.begin(lambda: None)
-    found.at = at
+    found.at = found.inside = at
     return found
+
+
+def _whole(standing: tuple[int, int, int]) -> list[int]:
+    begun, at, passed = standing
+    return [begun, at, at, passed]
 
 
 def _meet(
     mine: Evaluations, others: list[tuple[int, int, int]], *, newcomers: int = 0, is_newcomer: bool = False
 ) -> range:
-    said = [json.dumps([*each, False]) for each in others] + ["[0, 0, -1, true]"] * newcomers
+    said = [json.dumps([*_whole(each), False]) for each in others] + ["[0, 0, 0, -1, true]"] * newcomers
     return mine.meet(said, is_newcomer=is_newcomer)
 
 
@@ -125,7 +130,7 @@ def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> No
     random.random()
     assert mine.enter(number)() == first
     mine.forget()
-    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, -1, false]")
+    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, 0, -1, false]")
 
 
 def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> None:
