@@ -570,11 +570,11 @@ class Loop:
         """The result of `function(*args, **kwargs)`, which is no training: `loss = loop.evaluate(validate, model)`.
 
         When a collective in it loses a peer, the survivors call it again, all together in the new world: also those
-        that had their result already, whose second one is dropped. So all ranks must call it after the same step, it
-        must begin anew when it is called again (give it a loader, not an iterator), and change nothing for good but
-        by its result. Weights that it exchanges for the time of the call, as for those of an average, hinder that: then
-        and before the first step it is as in `pause`, of which all else holds as well. After a try that is done again
-        it calls nothing, and returns what it has returned after the step before.
+        that had their result already, which all get then. So all ranks must call it after the same step, it must begin
+        anew when it is called again (give it a loader, not an iterator), change nothing for good but by its result, and
+        have the same result on all ranks. Weights that it exchanges for the time of the call, as for those of an
+        average, hinder that: then and before the first step it is as in `pause`, of which all else holds as well. After
+        a try that is done again it calls nothing, and returns what it has returned after the step before.
 
         Args:
             function: what to call, outside of a step: after it, or after the batches of an epoch.
