@@ -57,6 +57,11 @@ class RngState:
         derive(state["seed"], self.rank, step, kinds=set(KINDS) - set(kinds))
         self._restored = capture()
 
+    def go_back(self, earlier: dict[str, Any]) -> None:
+        """Go on from an earlier state of another rank, as far as ranks draw alike. With a seed each draws its own."""
+        if self._seed is None:
+            restore(earlier, self.alike)
+
     def begin_step(self, position: Position) -> None:
         """With a seed: what is drawn from here to the end of the next step follows from it and from `position`."""
         if self._seed is not None:

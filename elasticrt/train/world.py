@@ -164,7 +164,7 @@ class World:
         if self.evaluations.awaited:
             self._undo.note_between(whole=False)
             self._numbers = rng_state.note()
-            rng_state.restore(self._earlier)
+            self._state.numbers.go_back(self._earlier)
 
     def _go_on_with_numbers(self) -> None:
         if self._numbers:

@@ -78,10 +78,10 @@ def record(directory: Path, monkeypatch: pytest.MonkeyPatch, *, saves: int, keep
     recorder = Recorder()
 
     def noted(kind: str, before: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def act(self: Any, subject: Commit) -> Any:
+        def act(self: Any, subject: Commit, **options: bool) -> Any:
             if before:
                 recorder.note(before, subject)
-            result = call(self, subject)
+            result = call(self, subject, **options)
             recorder.note(kind, subject)
             return result
 
