@@ -269,7 +269,7 @@ class LifeSpans:
         known = copy(self)
         known._spans = list(self._spans)
         if lost and self._turn_at is None:
-            known._left_out(end, self._course.step_at or end)
+            known._left_out(end, min(end, self._course.step_at or end))  # A worker may have been behind a step.
         known._finish(end)
         return tuple(known._spans)
 
