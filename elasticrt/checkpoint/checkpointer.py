@@ -95,9 +95,8 @@ class Checkpointer:
 
         Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
         something in `state` can't be saved, CheckpointError for a directory that can't be used or has checkpoints that
-        this script has not read, DuplicateError (exit
-        code 7) when another live run saves to it, TypeError and ValueError for other invalid arguments; a write that
-        fails is a warning.
+        this script has not read, DuplicateError (exit code 7) when another live run saves to it, TypeError and
+        ValueError for other invalid arguments; a write that fails is a warning.
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
@@ -113,7 +112,7 @@ class Checkpointer:
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
-        beside = self._head.run.has_loop and not of_loop
+        beside = self._head.is_beside(of_loop=of_loop)
         # Of a Loop the run's head may be ahead: rank 0 has finished a step, saved it, and died alone. What is saved
         # beside it may be ahead of its state as well, after a restart from an earlier step.
         known = None if of_loop else self._head.known
@@ -252,7 +251,7 @@ class Checkpointer:
         self._head.run.heads[self.place] = restoring.found
         if state is not None:
             self._asked_step = state.step
-            if claim or not self._head.run.has_loop:  # Else its steps are labels.
+            if not self._head.is_beside(of_loop=claim):  # Else its steps are labels.
                 self._head.run.total = max(self._head.run.total, state.total)
         return state
 
@@ -271,7 +270,7 @@ class Checkpointer:
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, draft.commit, error)
             return
-        reply = self._head.commit(commit, of_loop=of_loop, last=last)
+        reply = self._head.commit(commit, beside=self._head.is_beside(of_loop=of_loop), last=last)
         if not reply.ok:
             if reply.refusal == "taken":
                 raise duplicate(self._directory.path, reply.reason)

@@ -124,21 +124,25 @@ class DirectoryHead:
         _runs.clear()
         _runs[worker.nonce] = self.run
 
-    def go_back(self, commit: Commit, *, of_loop: bool) -> Reply:
-        """Make an older commit, which was restored, the head again. `of_loop`: see `commit`."""
+    def is_beside(self, *, of_loop: bool) -> bool:
+        """Whether what is saved here is not the run's: a Loop saves that, and this is not `of_loop`."""
+        return self.run.has_loop and not of_loop
+
+    def go_back(self, commit: Commit, *, beside: bool) -> Reply:
+        """Make an older commit, which was restored, the head again; `beside` a Loop that of its directory only."""
         generation = self.worker.generation if self.worker.has_agent else commit.generation
         back = replace(commit, place=self.place, generation=generation)
-        return self._replace(back, descends=True, beside=self.run.has_loop and not of_loop)
+        return self._replace(back, descends=True, beside=beside)
 
-    def commit(self, commit: Commit, *, of_loop: bool, last: bool) -> Reply:
-        """Ask for `commit` to replace the known head. `of_loop`: a Loop saves; what a script saves beside it is not the
-        run's. `last`: no other save follows, so wait while etcd takes no writes.
+    def commit(self, commit: Commit, *, beside: bool, last: bool) -> Reply:
+        """Ask for `commit` to replace the known head, `beside` a Loop that of its directory. `last`: no other save
+        follows, so wait while etcd takes no writes.
 
         Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
         # A state whose history is unknown must not replace anything.
         unknown = self.knows_nothing
-        reply = self._replace(commit, descends=not unknown, beside=self.run.has_loop and not of_loop, last=last)
+        reply = self._replace(commit, descends=not unknown, beside=beside, last=last)
         if not reply.ok and not reply.refusal and unknown:
             why = f"{reply.reason}, and this process has not called restore() here: do so before the first save"
             return replace(reply, reason=why)

@@ -252,7 +252,7 @@ class Restoring:
         for descendants of that one."""
         if self._resume is not None and self._resume.nonce == commit.nonce:
             return
-        reply = self._head.go_back(commit, of_loop=of_loop)
+        reply = self._head.go_back(commit, beside=self._head.is_beside(of_loop=of_loop))
         if not reply.ok and self._resume is not None:
             raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {reply.reason}")
         if not reply.ok:

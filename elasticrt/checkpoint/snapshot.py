@@ -11,6 +11,7 @@ import io
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -131,7 +132,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.buffers = Buffers()
-        self._newest: Snapshot | None = None
+        self._newest: Callable[[], Snapshot | None] = lambda: None  # As long as its thread has it: it may be large.
         self._thread: threading.Thread | None = None
         self._late: threading.Thread | None = None  # Of one that is done, but what follows from it is not.
 
@@ -143,7 +144,8 @@ class Snapshots:
     @property
     def have_room(self) -> bool:
         """Whether the next one may be taken: none is in flight, or nobody needs the copy of the one that is."""
-        return not self.busy or (self._newest is not None and self._newest.is_done)
+        newest = self._newest()
+        return not self.busy or newest is None or newest.is_done
 
     def take(self, state: Mapping[str, Any], uses: Sequence[Use]) -> None:
         """Copy `state` to the host now, and hand the copy to each of `uses` on a thread. They have room.
@@ -152,7 +154,8 @@ class Snapshots:
         """
         if self._thread is not None and self._thread.is_alive():
             self._late = self._thread
-        self._newest = snapshot = Snapshot(state, self.buffers)
+        snapshot = Snapshot(state, self.buffers)
+        self._newest = weakref.ref(snapshot)
         # A daemon, so that one that is stuck in the file system does not keep the process from ending.
         self._thread = threading.Thread(target=_hand_out, args=(snapshot, uses), name="elasticrt-snapshot", daemon=True)
         self._thread.start()

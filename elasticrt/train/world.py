@@ -164,7 +164,8 @@ class World:
         if self.evaluations.awaited:
             self._undo.note_between(whole=False)
             self._numbers = rng_state.note()
-            self._state.numbers.go_back(self._earlier)
+            if self._earlier:  # Else the rank that gave its state had not evaluated either.
+                self._state.numbers.go_back(self._earlier)
 
     def _go_on_with_numbers(self) -> None:
         if self._numbers:
@@ -318,10 +319,12 @@ class World:
         """The state as other ranks take it over."""
         state, total = self._state, self._saving.run.total
         settings = {"settings": state.settings(), "batch_size": state.batch_size}
-        now, before = rng_state.note(), self.evaluations.numbers_before
-        rng_state.restore(before or now)
-        earlier = rng_state.capture()
-        rng_state.restore(now)
+        earlier, before = dict[str, Any](), self.evaluations.numbers_before
+        if before is not None:
+            now = rng_state.note()
+            rng_state.restore(before)
+            earlier = rng_state.capture()
+            rng_state.restore(now)
         return state.collect(alike=state.numbers.alike, total=total, earlier=earlier, **settings)
 
     def _overwritten(self) -> None:
