@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,6 +198,23 @@ def variables(option: Option) -> tuple[str, ...]:
     """The variables that are read where the option is not given, in this order."""
     first, *others = (_word(name).upper() for name in option.names if name.startswith("--"))
     return (f"ELASTICRT_{first}", *(f"PET_{name}" for name in (first, *others)), *option.also)
+
+
+def misspelt(kinds: Iterable[type], env: Mapping[str, str]) -> list[str]:
+    """One sentence for each variable that no option of these dataclasses reads, and that is nearly the name of one.
+
+    Other unknown variables may have their own meaning: Kubernetes sets some for a Service that is called elasticrt.
+    """
+    if "ELASTICRT_GENERATION" in env:  # Set by an agent, for a worker in which this command runs.
+        return []
+    known = {name for kind in kinds for option in options_of(kind).values() for name in variables(option)}
+    unknown = sorted(name for name in env if name.startswith(("ELASTICRT_", "PET_")) and name not in known | _OTHERS)
+    near = [(name, get_close_matches(name, known, 1, cutoff=0.85)) for name in unknown]
+    return [f"no option reads the variable {name}: is {found[0]} meant?" for name, found in near if found]
+
+
+_OTHERS = frozenset({"ELASTICRT_ETCD_BIN", "ELASTICRT_DEBUG", "ELASTICRT_FRESH"})
+"""Variables that are read elsewhere."""
 
 
 def _word(name: str) -> str:

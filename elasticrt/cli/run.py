@@ -11,7 +11,16 @@ from typing import Any
 
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import add_command, check_refused, complete_files, declare_refused, given, read, words
+from elasticrt.cli.options import (
+    add_command,
+    check_refused,
+    complete_files,
+    declare_refused,
+    given,
+    misspelt,
+    read,
+    words,
+)
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError
@@ -63,7 +72,8 @@ def options_given(
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
     options = read(replace(conf_options(flags.rdzv_conf or {}), nnodes=nnodes), arguments, env)
-    return flags.translated(_counted(options, arguments, env))
+    options = flags.translated(_counted(options, arguments, env))
+    return replace(options, notes=(*options.notes, *misspelt(KINDS, env)))
 
 
 def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:

@@ -177,15 +177,17 @@ class EtcdProcess:
 
     def start(self) -> None:
         """Start it, and wait until it serves. Raises StoreError when it does not; then it has been stopped."""
+        code = None
         try:
             self.process = self._launch()
             if await_ready(self.process, self.address):
                 return
+            code = self.process.poll()
             self.stop()
             got, remedy = self.why_it_ended()
         except OSError as error:
             got, remedy = in_our_words(str(error))
-        got = got or f"not ready within {READY_S_MAX:g} s"
+        got = got or (f"not ready within {READY_S_MAX:g} s" if code is None else f"ended with code {code}")
         remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
         raise StoreError("etcd did not start", self._command[0], got=got, remedy=remedy)
 

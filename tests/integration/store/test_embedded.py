@@ -264,7 +264,11 @@ def test_serves_where_it_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("echo no room left on the moon >&2; exit 1", "no room left on the moon"), (None, "no program there")],
+    [
+        ("echo no room left on the moon >&2; exit 1", "no room left on the moon"),
+        ("exit 3", "ended with code 3"),
+        (None, "no program there"),
+    ],
 )
 def test_server_that_does_not_start(script: str | None, words: str, tmp_path: Path, runtime: Path) -> None:
     """A server that fails is reported with its own last words, and nothing is left."""

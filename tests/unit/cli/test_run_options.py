@@ -55,6 +55,23 @@ def test_spellings(argv: list[str], expected: dict[str, object]) -> None:
     assert {name: getattr(spec, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("variables", "meant"),
+    [
+        (["ELASTICRT_MAX_NODE"], ["ELASTICRT_MAX_NODES"]),
+        (["PET_NPROC_PER_NODES"], ["PET_NPROC_PER_NODE"]),
+        (["ELASTICRT_MAX_NODE", "ELASTICRT_GENERATION"], []),
+        (["ELASTICRT_PORT_2379_TCP_ADDR", "ELASTICRT_SERVICE_HOST", "ELASTICRT_ETCD_BIN"], []),
+    ],
+    ids=["ours", "torchrun's", "in a worker", "of a Kubernetes Service"],
+)
+def test_misspelt_variables(variables: list[str], meant: list[str]) -> None:
+    """A variable that no option reads gets a note if it is nearly the name of one that is read."""
+    settings, _ = _configure("train.py", env=dict.fromkeys(variables, "3"))
+    notes = [f"no option reads the variable {variables[0]}: is {name} meant?" for name in meant]
+    assert list(settings.options.notes) == notes
+
+
 def test_everything_after_the_script_is_the_scripts() -> None:
     """Arguments that look like our options reach the script untouched."""
     settings, _ = _configure("--nproc-per-node", "2", "train.py", "--nnodes", "9", "-m", "key=v", "+k=v", "--", "x")
