@@ -142,6 +142,8 @@ PURE = (
     "checkpoint/manifest.py",
     "checkpoint/newest_offer.py",
     "data/sample_order.py",
+    "train/step_tracker.py",
+    "train/validation.py",
     "playground/fault_plan.py",
     "playground/narration.py",
     "story/buckets.py",

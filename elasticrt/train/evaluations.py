@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from elasticrt.checkpoint import rng_state
+from elasticrt.train.undo import clone
 
 
 class Evaluation(NamedTuple):
@@ -69,12 +70,12 @@ class Evaluations:
         return len(self._begun) + 1
 
     def kept(self, number: int) -> tuple[bool, Any]:
-        """Whether evaluation `number` has its result here, and that."""
-        return number in self._results, self._results.get(number)
+        """Whether evaluation `number` has its result here, and a copy of that, which the script may change."""
+        return number in self._results, clone(self._results.get(number))
 
     def end(self, number: int, result: Any) -> None:
         """Evaluation `number` has its result."""
-        self._results[number] = result
+        self._results[number] = clone(result)
 
     def repeat_from_first(self) -> None:
         """A step was undone: the script may come once more to what it has evaluated since the step before."""
@@ -82,7 +83,9 @@ class Evaluations:
 
     def repeat_from_boundary(self) -> None:
         """The same with what it has evaluated since the boundary."""
-        self._repeated = max(self._passed, 0)
+        if self._passed < 0:  # The state is that of another rank, or was restored.
+            self.pass_boundary()
+        self._repeated = self._passed
 
     def repeat(self) -> tuple[bool, Any]:
         """Whether the next of these has its result, and that. It is not called: others may be in the step already."""

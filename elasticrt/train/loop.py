@@ -29,10 +29,11 @@ from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
-from elasticrt.train.training_state import TrainingState
+from elasticrt.train.step_tracker import StepTracker
+from elasticrt.train.training_state import Passed, TrainingState
 from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
-from elasticrt.train.world import Change, World
+from elasticrt.train.world import Change, World, plain_result
 
 Result = TypeVar("Result")
 
@@ -88,30 +89,14 @@ class Loop:
         self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None
-        self._stage = "new"  # Then "running" and "over", or "broken" or "cut short".
+        self._tracker = StepTracker()
         self._weighting = Weighting(stateful_objects.values())
         self._undo = Undo(self._state, seeded=seed is not None)
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
         self._guard = SignalGuard()
         self._is_only = False  # Whether no other Loop was entered before.
-        # The batch that is being trained.
-        self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.
-        self._pass = 0
-        self._loader: object = None
-        self._fed = False  # Whether the script has a batch of `batches` at hand.
-        self._draws_itself = False  # Whether that is in `steps`.
-        self._completes = True  # Whether the batch before completed its global batch.
-        # Batches that the script has passed without a step, until its first one says how it marks them; None from then.
-        self._unstepped: int | None = 0
-        # The block of the step.
-        self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
-        self._left_by: BaseException | None = None  # What has ended the last block, and was let through.
-        self._has_blocks = False  # Whether the script has entered a block.
-        self._block_ended = False  # Whether that of the present batch has ended, and not by an exception.
-        self._redo = False  # Whether the last step was undone, and is done again.
-        self._given_again = False  # Whether that is so, and `steps` has given its number again.
-        self._ended = False  # Whether the boundary after the last step is still to come.
+        self._loader: object = None  # That of the newest `batches`.
 
     @property
     def vars(self) -> dict[str, Any]:
@@ -130,8 +115,7 @@ class Loop:
     @property
     def steps_done(self) -> int:
         """Steps that are done, over all epochs and restarts. After a block that is the step of the block, too."""
-        pending = self._block_ended and self._share is not None and self._share.last
-        return self._state.position.steps + pending
+        return self._state.position.steps + self._tracker.is_finished
 
     @property
     def complete(self) -> bool:
@@ -140,7 +124,7 @@ class Loop:
         After a block that was left because the membership has changed it is false, as that step is done again: but for
         a step that other ranks have finished, and after which they are in `evaluate`, where this rank follows them.
         """
-        return self._completes if self._share is None else self._share.last
+        return self._tracker.completes
 
     # Epochs
 
@@ -159,7 +143,7 @@ class Loop:
         live run saves to the directory.
         """
         validation.check_counts(total, max_steps, "epochs")
-        if self._stage != "new":
+        if self._tracker.stage != "new":
             raise ConfigError("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop")
         self._steps_max = max_steps
         return self._epochs(total)
@@ -174,6 +158,7 @@ class Loop:
                     self._state.sampler.set_epoch(self._state.position.epoch)
                 entered = self._state.position.epoch
                 self._leave_batches(known=True)
+                self._enter_head()
                 try:
                     yield entered
                 except GeneratorExit:
@@ -183,22 +168,22 @@ class Loop:
                             self._end_together()
                             well = True
                     raise
-                validation.check_stage(self._stage, "epochs")
+                self._tracker.check("epochs")
                 self._settle()
-                if self._unstepped:
-                    self._unstepped = None  # Its body has made no step of them, so none is to come.
+                if self._tracker.untrained:
+                    self._tracker.untrained = None  # Its body has made no step of them, so none is to come.
                 if self._state.position.epoch != entered:
                     # The others were further: they had finished this epoch, and their state has what came after it.
                     self._forget_between()
                     continue
-                self._redo = False  # A step of this epoch that was undone, and not made again by the script.
+                self._tracker.repeats = False  # A step of this epoch that was undone, and not made again by the script.
                 self._undo.keep_between()
                 position = self._state.position
                 # Whether the limit of steps, and not the end of the data or a `break`, ended this epoch.
                 cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
                 if not cut_short:
                     self._state.ledger.closed(position)
-                self._state.position = position.closed(cut_short=cut_short)
+                self._state.position, self._state.passed = position.closed(cut_short=cut_short), Passed()
                 self._undo.outside = None
                 self._boundary()
             self._end_together()
@@ -206,6 +191,20 @@ class Loop:
             well = True
         finally:
             self._leave(well=well)
+
+    def _enter_head(self) -> None:
+        """The body of an epoch begins. What the state has of its head is not to count twice."""
+        passed = self._state.passed
+        self._tracker.enter_epoch(repeats=passed.head)
+        if not passed.head:
+            passed.results.clear()
+        elif self._tracker.at_head:
+            self._undo.note_between(whole=False)
+
+    def _pass_head(self) -> None:
+        if self._tracker.pass_head():
+            self._undo.forget_between(again=bool(self._world.evaluations.awaited))
+        self._state.passed.head = True
 
     def _end_together(self) -> None:
         """The last step is done: save it, and wait until that is done."""
@@ -228,7 +227,7 @@ class Loop:
         self._world.enter(fresh=self._fresh)
         self._saving.begin()
         self._undo.watch(self._before_optimizer)
-        self._stage = "running"
+        self._tracker.stage = "running"
         self._guard.raise_()
         _running.append(self)
 
@@ -240,8 +239,7 @@ class Loop:
         self._weighting.detach()
         self._page.stepping = 0
         self._state.ledger.close()
-        self._stage = "over"
-        self._share = None
+        self._tracker.stage, self._tracker.slice = "over", None
         _running.remove(self)
 
     @property
@@ -260,10 +258,11 @@ class Loop:
         Raises ConfigError for a loader that does not belong to the sampler, ReadAheadError when a batch is asked for
         inside of a step, or the first step comes after batches without one.
         """
-        validation.check_stage(self._stage, "batches")
+        self._tracker.check("batches")
         validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
         check_loader(loader, self._state.sampler)
         self._settle()
+        self._pass_head()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._know_batch_size(samples_per_batch(loader))
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
@@ -274,20 +273,20 @@ class Loop:
             raise rest_unknown(before, now)
         self._weighting.renew()
         self._state.ledger.renew()
-        self._pass += 1
+        self._tracker.passes += 1
         self._loader = loader
-        return self._batches(loader, self._pass)
+        return self._batches(loader, self._tracker.passes)
 
     def _know_batch_size(self, size: int) -> None:
         """That of the loader, whose sampler does not know it. Ranks compare that of their first loaders."""
-        if not self._pass and self._world.moves:
+        if not self._tracker.passes and self._world.moves:
             self._state.check_batches(size)
-        elif not self._pass and self._state.settings():
+        elif not self._tracker.passes and self._state.settings():
             self._state.compare(self._world.in_place.worker, batch_size=size)
         self._state.batch_size = size
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
-        state, world = self._state, self._world
+        state, world, tracker = self._state, self._world, self._tracker
         resumed = (number == 1 and state.position.batches > 0) or state.begins_late
         state.begun, state.begins_late = state.position.epoch, False
         if state.position.drained or self._is_exhausted:
@@ -311,41 +310,41 @@ class Loop:
             # Without a sampler a step is done again with the batch at hand; one that others have finished is passed.
             for _ in range(state.position.batches - at_hand if state.sampler is None else 1):
                 batch, share = self._draw(drawn, expected=not skip)
-            at_hand, self._redo = state.position.batches, False
+            at_hand, tracker.repeats = state.position.batches, False
             if share is None:
                 state.position = state.position._replace(drained=True)
                 break
-            self._begin(share)
-            self._fed = True
+            self._give(share)
             try:
                 yield batch
-                self._fed = False
-                self._check_block()
+                tracker.has_batch = False
+                tracker.check_left(self.steps_done + 1)
             except GeneratorExit:
-                self._fed = False
+                tracker.has_batch = False
                 self._page.stepping = 0
                 self._batch_left(sys._getframe().f_back)
                 raise
-            if self._pass != number:
+            if tracker.passes != number:
                 raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
-            if self._redo:
+            if tracker.repeats:
                 self._forget_between()
                 continue
-            self._pass_batch()
+            tracker.pass_batch(in_step=self._undo.in_step, stepped=self._undo.stepped)
+            self._settle(passed=True)
             # Between two micro-batches the state is that of no step, so nothing is saved there.
             if share.last:
                 self._boundary()
-        self._redo = False
+        tracker.repeats = False
         self._page.stepping = 0
         if self._undo.outside is None:
             self._leave_batches(known=True)
 
-    def _pass_batch(self) -> None:
-        """Another batch is asked for: the one at hand is finished."""
-        validation.check_not_ahead(in_step=self._undo.in_step)
-        if self._unstepped is not None:
-            self._unstepped = None if self._undo.stepped else self._unstepped + 1
-        self._settle(passed=True)
+    def _give(self, share: BatchSlice) -> None:
+        """The script gets a batch."""
+        if self._state.passed.body and not self._undo.open:  # As far as its block the body runs once more.
+            self._undo.note_between(whole=False)
+        self._begin(share)
+        self._tracker.has_batch = True
 
     def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
         """The next batch with its slice; the slice is None at the end. `expected`: a loader that hangs is noticed."""
@@ -367,7 +366,7 @@ class Loop:
         has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
         self._leave_batches(known=on_purpose and has_no_more)
         if generator_exit.by_an_iterator(caller):
-            self._stage = "cut short"
+            self._tracker.stage = "cut short"
 
     def _leave_batches(self, *, known: bool) -> None:
         """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
@@ -382,20 +381,22 @@ class Loop:
         Raises ConfigError when the body has made no step.
         """
         validation.check_counts(total, None, "steps")
-        self._draws_itself = True
+        tracker, evaluations = self._tracker, self._world.evaluations
+        tracker.draws_itself = True
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
-                self._given_again = self._redo and not self._world.evaluations.awaited
-                if self._given_again:  # What stands before the block has been done, and is undone where that begins.
+                has_begun, others_evaluate = self._state.passed.body, bool(evaluations.awaited)
+                if tracker.give_number(has_begun=has_begun, others_evaluate=others_evaluate):
+                    # What stands before the block has been done, and is undone where that begins.
                     self._undo.note_between(whole=False)
-                    self._world.evaluations.repeat_from_boundary()
+                    evaluations.repeat_from_boundary()
                 else:
-                    self._world.evaluations.pass_boundary()
-                self._redo, counted = False, self._state.position.steps
+                    evaluations.pass_boundary()
+                counted = self._state.position.steps
                 yield counted
-                self._check_block()
-                validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
-                if self._redo:
+                tracker.check_left(self.steps_done + 1)
+                tracker.check_body(has_counted=self._state.position.steps > counted)
+                if tracker.repeats:
                     self._forget_between()
                 self._pass_on()
 
@@ -407,7 +408,7 @@ class Loop:
 
         Raises TypeError for anything else, ConfigError outside of `epochs`.
         """
-        validation.check_stage(self._stage, "report")
+        self._tracker.check("report")
         self._reporter.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
@@ -436,72 +437,63 @@ class Loop:
         an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete. After
         an exception that has left the block `batches` and `steps` raise RuntimeError when the script goes on.
         """
-        validation.check_stage(self._stage, "step")
-        validation.check_entered(self._asked)
-        self._asked = _Step(self)
-        return self._asked
+        self._tracker.request()
+        return _Step(self)
 
     def _step_begins(self) -> None:
-        self._asked = self._left_by = None
-        validation.check_stage(self._stage, "step")
-        validation.check_not_paused("step", is_paused=bool(self._page.pausing_ns))
-        second = self._share is None if self._fed else self._share is not None or self._ended
-        validation.check_alone(in_step=self._undo.in_step, second=second)
-        if self._unstepped and not self._world.moves:  # Those that a newcomer comes to have trained by this script.
+        tracker, takes_over = self._tracker, bool(self._world.moves)
+        if tracker.untrained and not takes_over:
             self._state.ledger.take_back()
-            validation.check_not_ahead(passed=self._unstepped)
-        self._unstepped = None
-        validation.check_fed(has_batch=self._fed or self._draws_itself, has_drawn=bool(self._pass))
+        is_paused = bool(self._page.pausing_ns)
+        tracker.enter(in_step=self._undo.in_step, is_paused=is_paused, takes_over=takes_over)
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
-        if not self._fed:
+        if not tracker.has_batch:
             self._begin(WHOLE)
         self._undo.forget_between()
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
-            self._world.in_place.begin(self._loader if self._fed else None, self._state.sampler)
-        self._undo.in_step = self._has_blocks = True
-        self._redo = self._given_again = False
+            self._world.in_place.begin(self._loader if tracker.has_batch else None, self._state.sampler)
+        self._undo.in_step = tracker.uses_blocks = True
+        tracker.repeats = tracker.number_repeats = False
         if not self._undo.open:  # Else this is another micro-batch of it.
+            self._state.passed.body = True
             self._undo.note()
 
     def _pass_on(self) -> None:
         """The script asks for another step and draws its data itself: the step before is finished."""
-        if self._share is not None:
+        if self._tracker.slice is not None:
             self._pass_step()
-        if self._ended:
-            self._ended = False
+        if self._tracker.awaits_boundary:
+            self._tracker.awaits_boundary = False
             self._boundary()
 
     def _step_ends(self, error: BaseException | None) -> bool:
         """End the block. Returns whether `error` is swallowed, because the step will be done again."""
         self._undo.in_step = False
-        share = self._share
-        assert share is not None, "a step has begun"
-        if error is None and share.last and not self._undo.stepped:
+        tracker, part = self._tracker, self._tracker.slice
+        assert part is not None, "a step has begun"
+        if error is None and part.last and not self._undo.stepped:
             error = self._unconfirmed()
         if error is None:
-            if share.last:
+            if part.last:
                 self._undo.step_ends()
-            self._block_ended = True
-            # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
-            if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
+            if tracker.leave(stepped=self._undo.stepped, sees_optimizers=self._undo.sees):
                 self._pass_step()
             return False
-        if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
+        running = tracker.stage == "running"
+        if not running or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
             self._interrupted()
-            self._left_by = error
+            tracker.error = error
             return False
         self._weighting.end()
-        self._share = None
-        self._completes = False
+        tracker.undo()
         self._world.undo_step()
-        self._redo = True
         self._world.evaluations.repeat_from_first()
         error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
         self._world.go_on()
         # Others have finished the step, and evaluate: this rank goes on as if it had, until it comes to them there.
-        self._completes = bool(self._world.evaluations.awaited)
+        tracker.completed = bool(self._world.evaluations.awaited)
         # After that, because what goes back at the next try is the state that all ranks have now.
-        self._undo.note_between(whole=self._completes)
+        self._undo.note_between(whole=tracker.completed)
         return True
 
     def _forget_between(self) -> None:
@@ -532,7 +524,7 @@ class Loop:
 
         Raises ConfigError outside of `epochs`.
         """
-        validation.check_stage(self._stage, "pause")
+        self._tracker.check("pause")
         if self._page.pausing_ns:  # It is a part of the pause around it.
             yield
             return
@@ -562,8 +554,8 @@ class Loop:
         finally:
             since_ns, self._page.pausing_ns = self._page.pausing_ns, 0
             self._page.pause_ns += time.monotonic_ns() - since_ns
-            if self._share is not None:
-                self._weighting.begin(self._share)
+            if self._tracker.slice is not None:
+                self._weighting.begin(self._tracker.slice)
                 self._page.stepping = 1
 
     def evaluate(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -584,19 +576,34 @@ class Loop:
         Raises what `function` raises; TypeError if it is none; ConfigError outside of `epochs`, in the block of a step,
         and after a try that is done again where it was not called after the step before.
         """
-        validation.check_stage(self._stage, "evaluate")
+        self._tracker.check("evaluate")
         validation.check_outside(in_step=self._undo.in_step, function=function)
-        if self._world.evaluations.awaited:
-            self._ended = self._ended or (self._redo and not self._fed)
-            self._redo = False
-        elif self._redo or (self._given_again and not self._page.pausing_ns):
-            known, found = self._world.evaluations.repeat()
-            validation.check_known(known=known or self._given_again)
-            if known:
-                repeated: Result = found
-                return repeated
+        at_head = self._tracker.at_head and not self._page.pausing_ns
+        known: list[Result] | None = self._known_result(at_head=at_head)
+        if known is not None:
+            return known[0]
         self._pass_block()
-        call, what = partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate")
+        result = self._evaluated(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
+        if at_head:
+            self._state.passed.results.append(plain_result(result))
+        return result
+
+    def _known_result(self, *, at_head: bool) -> list[Any] | None:
+        """The result, in a list, of an evaluation that is not to be called again; None of one that is to be called."""
+        tracker, evaluations = self._tracker, self._world.evaluations
+        if evaluations.awaited:
+            tracker.follow_others()
+        elif at_head and tracker.head_repeats:
+            kept = self._state.passed.result(tracker.next_of_head())
+            validation.check_at_head(comes_alone=kept is None and bool(self._world.moves))
+            return kept
+        elif tracker.repeats or (tracker.number_repeats and not self._page.pausing_ns):
+            known, found = evaluations.repeat()
+            validation.check_known(known=known or tracker.number_repeats)
+            return [found] if known else None
+        return None
+
+    def _evaluated(self, call: Callable[[], Result], what: str) -> Result:
         if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
             with self.pause(what):
                 return call()
@@ -606,18 +613,18 @@ class Loop:
     def _pass_block(self) -> None:
         """The body goes on behind the block of a step, so no `break` has left that: its step counts, as when the
         next one is asked for, whether an optimizer has stepped or not."""
-        if self._block_ended and self._share is not None and self._share.last and not self._undo.in_step:
+        if self._tracker.is_finished and not self._undo.in_step:
             self._pass_step()
 
     def _pass_step(self) -> None:
         """The step of the block counts. In `steps` the boundary after it is still to come."""
         self._settle(passed=True)
-        self._ended = not self._fed
+        self._tracker.awaits_boundary = not self._tracker.has_batch
 
     @property
     def _is_between(self) -> bool:
         """Whether the state is that of the position: no batch is being trained."""
-        return self._share is None and not self._undo.open
+        return self._tracker.slice is None and not self._undo.open
 
     def _aside(self, call: Callable[[], Result]) -> Result:
         with self._pausing():
@@ -626,8 +633,8 @@ class Loop:
     # The boundary
 
     def _begin(self, share: BatchSlice) -> None:
-        self._share = share
-        self._block_ended = self._undo.stepped = False
+        self._tracker.begin(share)
+        self._undo.stepped = False
         self._undo.outside = None
         self._weighting.begin(share)
         self._page.stepping = 1
@@ -636,11 +643,10 @@ class Loop:
 
     def _settle(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if the next one is asked for, or the optimizer has stepped."""
-        share, self._share = self._share, None
-        if share is not None:
+        part = self._tracker.end()
+        if part is not None:
             self._weighting.end()
-            self._completes = share.last
-        if share is not None and share.last and (passed or self._undo.stepped):
+        if part is not None and part.last and (passed or self._undo.stepped):
             self._count()
         elif self._undo.open and not passed:
             self._undo.put_back_gradients()
@@ -652,7 +658,7 @@ class Loop:
         elif self._state.sampler is not None:
             assert self._state.batch_size is not None, "batches() has looked at the loader"
             self._state.sampler.advance(self._state.batch_size * self._world.size)
-        self._state.position = self._state.position.stepped()
+        self._state.position, self._state.passed.body = self._state.position.stepped(), False
         self._undo.open = False
         self._world.evaluations.forget()
         self._saving.run.total += 1
@@ -662,7 +668,7 @@ class Loop:
         """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
         self._world.evaluations.pass_boundary()
         # Not before a script with an optimizer has made a step: what it has passed it may have read ahead.
-        if not (self._unstepped and self._undo.sees):
+        if not (self._tracker.untrained and self._undo.sees):
             self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
         regroup.tidy()
@@ -691,10 +697,8 @@ class Loop:
     def _interrupted(self) -> None:
         """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
         self._weighting.end()
-        self._share = None
-        if self._undo.stepped:
-            self._stage = "broken"
-        elif self._undo.open:
+        self._tracker.break_off(stepped=self._undo.stepped)
+        if self._undo.open and not self._undo.stepped:
             self._undo.put_back_gradients()
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -705,15 +709,11 @@ class Loop:
                 self._world.in_place.check_caught()
             self._world.in_place.check_results()
         validation.check_optimizer(
-            outside=self._has_blocks and not self._undo.in_step,
-            completes=self._share is None or self._share.last,
+            outside=self._tracker.uses_blocks and not self._undo.in_step,
+            completes=self._tracker.slice is None or self._tracker.slice.last,
             step=self.steps_done + 1,
         )
         self._undo.optimizer_begins()
-
-    def _check_block(self) -> None:
-        validation.check_entered(self._asked)
-        validation.check_left(self._left_by, self.steps_done + 1)
 
 
 class _Step:

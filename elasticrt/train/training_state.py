@@ -19,7 +19,7 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
-_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "habits"}
+_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "passed", "habits"}
 
 
 @dataclass
@@ -33,6 +33,26 @@ class Habits:
     communicates_late: bool = False
     early_parameters: set[int] = field(default_factory=set)
     early_objects: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Passed:
+    """How much of the script's code between two steps is in the state already. Whoever restores it runs that again.
+
+    Attributes:
+        head: whether the head of the epoch's body, before `batches`.
+        body: whether the body of the coming step, before its block.
+        results: of the evaluations in that head. None for one that can't be saved, else the result in a list.
+    """
+
+    head: bool = False
+    body: bool = False
+    results: list[list[Any] | None] = field(default_factory=list)
+
+    def result(self, number: int) -> list[Any] | None:
+        """A copy of result `number`, from 0; None if it is not known."""
+        kept = self.results[number] if number < len(self.results) else None
+        return None if kept is None else plain_copy(kept, "result")
 
 
 class TrainingState:
@@ -71,6 +91,7 @@ class TrainingState:
         self.begun: int | None = None
         # Whether the state is of an epoch whose batches had begun before it was put back, and have not begun here.
         self.begins_late = False
+        self.passed = Passed()
         # Whether gradients of earlier steps count, because an optimizer has not stepped since.
         self.accumulates = False
         self._shown = shown
@@ -104,6 +125,7 @@ class TrainingState:
             "ledger": self.ledger.history(self.position.steps),
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
             "begun": self.begun == self.position.epoch,
+            "passed": [self.passed.head, self.passed.body, self.passed.results],
             "habits": [habits.communicates_late, sorted(habits.early_parameters), sorted(habits.early_objects)],
             **more,
         }
@@ -153,6 +175,7 @@ class TrainingState:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position(**ours["position"])
         self.begins_late = ours["begun"] and self.begun != self.position.epoch
+        self.passed = Passed(*ours["passed"])
         self.ledger.restored(ours["ledger"])
         self.put_vars(dict(self.vars), ours["vars"])
         late, parameters, objects = ours["habits"]

@@ -147,7 +147,7 @@ class Undo:
         """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
         return [
             # Most of it are numbers, at every step.
-            {name: each if type(each) in _ATOMS else _clone(each) for name, each in group.items() if name != "params"}
+            {name: each if type(each) in _ATOMS else clone(each) for name, each in group.items() if name != "params"}
             for group in self._groups()
         ]
 
@@ -172,8 +172,8 @@ class Undo:
         self._beginning = _Beginning(
             evaluates=evaluates,
             numbers=None if self._seeded else rng_state.note(),
-            vars=(dict(named), {name: _clone(each) for name, each in named.items()}),
-            scales=tuple(tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers),
+            vars=(dict(named), {name: clone(each) for name, each in named.items()}),
+            scales=tuple(tuple(map(clone, (each._scale, each._growth_tracker))) for each in self._scalers),
             objects={**objects, stateful.OURS: self._rates()},
             gradients=self._gradients() if training.accumulates else None,
         )
@@ -242,11 +242,15 @@ class Undo:
         named = dict(self._training.vars)
         self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_state.note() if whole else None
 
-    def forget_between(self) -> None:
-        """The next try begins: undo what the script has changed since `note_between`."""
+    def forget_between(self, *, again: bool = False) -> None:
+        """The next try begins: undo what the script has changed since `note_between`.
+
+        `again`: keep the note, as what follows is to be undone as well.
+        """
         if self._between is None:
             return
-        (states, kept, numbers), self._between = self._between, None
+        states, kept, numbers = copy.deepcopy(self._between) if again else self._between
+        self._between = self._between if again else None
         self._load(states)
         self._training.put_vars(*kept)
         if numbers is not None:
@@ -270,14 +274,14 @@ class Undo:
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
-def _clone(value: Any) -> Any:
+def clone(value: Any) -> Any:
     """A copy of what a step may change in place: of lists, dicts, sets and tensors, and of such ones in them."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, list):  # A long one of numbers is copied at each step.
-        return value.copy() if _ATOMS.issuperset(map(type, value)) else [_clone(each) for each in value]
+        return value.copy() if _ATOMS.issuperset(map(type, value)) else [clone(each) for each in value]
     if isinstance(value, dict):
         copied = copy.copy(value)  # Perhaps an OrderedDict, or a defaultdict.
-        copied.update((name, _clone(each)) for name, each in value.items())
+        copied.update((name, clone(each)) for name, each in value.items())
         return copied
     return value.copy() if isinstance(value, set) else value

@@ -33,9 +33,9 @@ def check_stage(stage: str, where: str) -> None:
         raise ConfigError("the Loop is not running", where, got=stage, remedy=remedy)
 
 
-def check_entered(asked: object) -> None:
+def check_entered(*, requested: bool) -> None:
     """Raises ConfigError when `loop.step()` was called, and its block not entered."""
-    if asked is not None:
+    if requested:
         got, expected = "loop.step()", "with loop.step(): ..."
         remedy = "Put the step into its block; numbers to show go to loop.report(...)"
         raise ConfigError("called, and not entered", "step", got=got, expected=expected, remedy=remedy)
@@ -99,6 +99,14 @@ def check_outside(*, in_step: bool, function: object) -> None:
     if in_step:
         expected = "after the block of the step, or after the batches of an epoch"
         raise ConfigError("an evaluation inside a step", "evaluate", expected=expected)
+
+
+def check_at_head(*, comes_alone: bool) -> None:
+    """Raises ConfigError for an evaluation at the head of an epoch that only a newcomer comes to."""
+    if comes_alone:
+        what, got = "an evaluation that the others have passed", "a result that can't be sent to newcomers"
+        expected = "one of numbers, texts and tensors, or an evaluation after loop.batches"
+        raise ConfigError(what, "evaluate", got=got, expected=expected)
 
 
 def check_known(*, known: bool) -> None:

@@ -372,11 +372,19 @@ class World:
         self._size_before = self.size
 
 
+def plain_result(result: object) -> list[Any] | None:
+    """A copy of an evaluation's result, in a list, to be saved or sent; None if it is no numbers, texts and tensors."""
+    try:
+        whole: list[Any] = plain_copy([result], "result")
+    except ConfigError:
+        return None
+    return whole
+
+
 def _packed(result: object) -> bytes:
     """The result of an evaluation for other ranks; nothing where it is more than numbers, texts and tensors."""
-    try:
-        whole = plain_copy([result], "result")
-    except ConfigError:
+    whole = plain_result(result)
+    if whole is None:
         return b""
     file = io.BytesIO()
     torch.save(whole, file)

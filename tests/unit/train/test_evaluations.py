@@ -148,7 +148,7 @@ def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> Non
     model = nn.Linear(1, 1)
     loop = Loop(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in loop.steps(1):
-        loop._redo = True
+        loop._tracker.repeats = True
         with pytest.raises(ConfigError, match="an evaluation after a try that is done again"):
             loop.evaluate(random.random)
         loop._world.evaluations.end(2, 0.5)

@@ -1,0 +1,414 @@
+"""Training scripts that are drawn by seed, as researchers would write them, run under faults that are drawn as well.
+
+    python -m tests.chaos.drawn_scripts [--first 0] [--count 20] [--keep DIR]
+
+Each seed gives a script, a way to run it (nodes, workers), and one to three losses of workers. All workers that are
+there at the end must have the same state, bit by bit, and that of an undisturbed run of one process but for rounding.
+`--keep` keeps the scripts and the output of runs that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import TOGETHER, Cluster
+
+STEPS = 48
+END_S_MAX = 120.0
+PRECISION = 1e-9
+"""The scripts train in float64: other world sizes add up in another order, which costs a few of its sixteen digits."""
+
+HEAD = """
+import json, os, pathlib, random, signal, sys, threading, time
+import torch, elasticrt
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+# The node and local rank of a worker that kills itself, from which step, at which point, and how many seconds after it.
+FAULTS = json.loads(pathlib.Path("faults.json").read_text())
+ME = [os.environ.get("ELASTICRT_NODE", ""), int(os.environ.get("LOCAL_RANK", 0))]
+
+def at(point):
+    for number, (node, local_rank, step, where, after) in enumerate(FAULTS):
+        if where == point and [node, local_rank] == ME and loop.steps_done >= step:
+            try:
+                pathlib.Path(f"fault-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+ctx = elasticrt.init()
+torch.manual_seed(3)
+random.seed(3)
+torch.set_default_dtype(torch.float64)
+inputs = torch.randn(96, 5)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += COUNTS
+        return self.second(torch.tanh(self.first(x)))
+"""
+
+TAIL = """
+group = optimizer.param_groups[0]
+end = {
+    "weights": [each.flatten().tolist() for each in model.parameters()],
+    "optimizer": [sum(v.sum().item() for v in s.values() if torch.is_tensor(v)) for s in optimizer.state.values()],
+    "lr": group["lr"], "seen": model.module.seen.item(), "training": model.training,
+    "vars": {name: value for name, value in loop.vars.items()},
+    "steps": loop.steps_done, "draws": [draw(), 0.0 if draw is float else torch.rand(()).item()],
+    **more(),
+}
+pathlib.Path(f"end-{os.getpid()}.json").write_text(json.dumps([end, results]))
+"""
+
+POINTS = ("top", "block", "backward", "stepped", "behind", "evaluation", "after epoch", "head")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A script, how it is run, and its faults: see `FAULTS` in `HEAD`."""
+
+    script: str
+    topology: str
+    nodes: dict[str, int]  # Workers of each node.
+    options: tuple[str, ...]
+    faults: list[list[Any]]
+
+
+def draw(seed: int) -> Drawn:
+    """The script, the way to run it, and the faults of a seed."""
+    dice = random.Random(f"script {seed}")
+    topology = dice.choice(("one node", "elastic", "fixed", "two workers each"))
+    nodes, options = {
+        "one node": ({"a": 3}, ("--nnodes", "1", "--nproc-per-node", "3")),
+        "elastic": ({"a": 1, "b": 1, "c": 1}, ("--nnodes", "1:3", *TOGETHER)),
+        "fixed": ({"a": 1, "b": 1}, ("--nnodes", "2", *TOGETHER)),
+        "two workers each": ({"a": 2, "b": 2}, ("--nnodes", "1:2", "--nproc-per-node", "2", *TOGETHER)),
+    }[topology]
+    script = _script(dice, waits=topology == "fixed")
+    points = [each for each in POINTS if f'at("{each}")' in script]
+    workers = [(node, rank) for node, count in nodes.items() for rank in range(count)]
+    faults = []
+    for _ in range(dice.choice((1, 1, 2, 3))):
+        after = dice.choice((0.0, 0.0, dice.uniform(0, 0.004), dice.uniform(0, 0.03)))
+        faults.append([*dice.choice(workers), dice.randrange(2, STEPS - 8), dice.choice(points), after])
+    return Drawn(script, topology, nodes, options, faults)
+
+
+class _Code:
+    """Lines of a script, indented."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, depth: int, text: str) -> None:
+        """Add lines at a depth of blocks."""
+        self.lines += ["    " * depth + line if line else "" for line in text.strip("\n").splitlines()]
+
+
+def _script(dice: random.Random, *, waits: bool) -> str:
+    """A script. `waits`: newcomers are needed for the minimum of nodes."""
+    has = {name: dice.random() < chance for name, chance in _CHANCES.items()}
+    way = dice.choice(("batches", "steps", "micro"))
+    rate = dice.choice(("step", "step by epochs", "cosine", "one cycle", "plateau", "none"))
+    # With a seed each rank draws numbers of its own, and how many micro-batches it has depends on the world size.
+    has["noise"] = has["noise"] and way != "micro" and not has["seed"]
+    code = _Code()
+    code.add(0, f"COUNTS = {int(way != 'micro')}" + HEAD)
+    code.add(0, f"model = DDP(Net(), find_unused_parameters={has['freezes']})")
+    code.add(0, f"optimizer = torch.optim.{dice.choice(_OPTIMIZERS)}")
+    code.add(0, "scheduler = " + _SCHEDULERS[rate])
+    given = ["model=model", "optimizer=optimizer"] + (["scheduler=scheduler"] if rate != "none" else [])
+    code.add(0, _AVERAGE if has["average"] else "def more():\n    return {}")
+    given += ["average=average"] if has["average"] else []
+    if way != "steps":
+        micro = ", micro_batch_size=2" if way == "micro" else ""
+        sizes = f"global_batch_size=12{micro}, seed={dice.randrange(9)}"
+        code.add(0, f"sampler = elasticrt.ElasticBatchSampler(data, {sizes})")
+        given.append("sampler=sampler")
+    every, memory = dice.choice(("1000 steps", "7 steps")), dice.choice(("", ", memory=0"))
+    seed = ", seed=5" if has["seed"] else ""
+    code.add(0, f'loop = elasticrt.Loop("ckpt", every="{every}"{memory}{seed}, {", ".join(given)})')
+    code.add(0, "loop.vars.update(head=0, top=0, inside=0, behind=0, best=[1e9], history=[])\nresults = []")
+    code.add(0, f"draw = {'float' if has['seed'] else 'random.random'}" + _EVALUATION)
+    code.add(0, "noise = " + ("random.random" if has["noise"] else "float"))
+    code.add(0, _train(has, rate, way))
+    if way == "steps":
+        code.add(0, f"for step in loop.steps({STEPS}):")
+        _top(code, dice, has)
+        code.add(1, "x, y = data[(12 * step) % 96:(12 * step) % 96 + 12]\ntrain(x, y)")
+        _behind(code, dice, has, rate, 1, waits=waits)
+    else:
+        _epochs(code, dice, has, rate, waits=waits, counts=has["counts"] and way != "micro")
+    code.add(0, TAIL)
+    return "\n".join(code.lines) + "\n"
+
+
+def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, waits: bool, counts: bool) -> None:
+    code.add(0, f"for epoch in loop.epochs({STEPS // 8}):")
+    code.add(1, 'at("head")')
+    if has["freezes"]:
+        code.add(1, "model.module.first.bias.requires_grad_(epoch % 2 == 0)")
+    if has["counts"]:
+        code.add(1, 'loop.vars["head"] += 1')
+    if has["evaluates first"]:
+        code.add(1, 'loop.vars["history"].append(evaluate("evaluation", "head"))')
+        if has["evaluates twice"]:
+            code.add(1, 'evaluate("evaluation", "head again")')
+    if rate == "step by epochs":
+        code.add(1, "scheduler.step()")
+    code.add(1, "for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):")
+    code.add(2, 'at("top")')
+    if counts:
+        code.add(2, 'loop.vars["top"] += 1')
+    code.add(2, "train(x, y)")
+    _behind(code, dice, has, rate, 2, waits=waits)
+    code.add(1, 'at("after epoch")')
+    if has["evaluates epochs"] or rate == "plateau":
+        code.add(1, 'loss = evaluate("evaluation", "epoch")')
+        if rate == "plateau":
+            code.add(1, "scheduler.step(loss)")
+    if has["counts"]:
+        code.add(1, 'loop.vars["behind"] += 1')
+    if has["evaluates twice"]:
+        code.add(1, 'loop.vars["history"].append(evaluate("evaluation", "once more"))')
+    if has["stops"]:
+        code.add(1, f"if loop.steps_done >= {STEPS - 16}:\n    break")
+
+
+def _train(has: dict[str, bool], rate: str, way: str) -> str:
+    code = _Code()
+    code.add(0, "def train(x, y):")
+    code.add(1, "with loop.step():")
+    code.add(2, 'at("block")\ntime.sleep(0.003)')
+    if has["counts"] and way != "micro":
+        code.add(2, 'loop.vars["inside"] += 1')
+    if has["sums"] and way != "micro":
+        code.add(2, "total = torch.tensor([float(len(x))])\ndist.all_reduce(total)")
+    if has["accumulates"] and way == "steps":
+        code.add(2, "with model.no_sync():\n    ((model(x) - y).square().mean() / 2).backward()")
+    code.add(2, 'loss = (model(x) - y).square().mean() * (1 + noise())\nloss.backward()\nat("backward")')
+    depth = 3 if way == "micro" else 2
+    if way == "micro":
+        code.add(2, "if loop.complete:")
+    if has["clips"]:
+        code.add(depth, "nn.utils.clip_grad_norm_(model.parameters(), 0.5)")
+    code.add(depth, 'optimizer.step()\noptimizer.zero_grad()\nat("stepped")')
+    if has["average"] and has["inside"]:
+        code.add(depth, "average.update_parameters(model.module)")
+    if rate in _EACH_STEP and has["inside"]:
+        code.add(depth, "scheduler.step()")
+    if has["sums late"] and way != "micro":
+        code.add(depth, "mean = loss.detach().clone()\ndist.all_reduce(mean)")
+    if has["reports"]:
+        code.add(2, "loop.report(loss=loss)")
+    return "\n".join(code.lines)
+
+
+def _top(code: _Code, dice: random.Random, has: dict[str, bool]) -> None:
+    code.add(1, 'at("top")')
+    if has["counts"]:
+        code.add(1, 'loop.vars["top"] += 1')
+    if has["evaluates first"]:
+        every = dice.choice((1, 4, 5))
+        code.add(1, f"if step % {every} == 0:")
+        code.add(2, 'loss = evaluate("evaluation", "top")')
+        if has["keeps best"]:
+            code.add(2, 'loop.vars["best"][0] = min(loss, loop.vars["best"][0])')
+        if has["evaluates twice"]:
+            code.add(2, 'evaluate("evaluation", "top again")')
+
+
+def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, depth: int, *, waits: bool) -> None:
+    code.add(depth, 'at("behind")\nif loop.complete:')
+    code.add(depth + 1, "pass")
+    if has["average"] and not has["inside"]:
+        code.add(depth + 1, "average.update_parameters(model.module)")
+    if rate in _EACH_STEP and not has["inside"]:
+        code.add(depth + 1, "scheduler.step()")
+    if has["counts"]:
+        code.add(depth + 1, 'loop.vars["behind"] += 1')
+    # docs/limits.md: where a newcomer is needed at once, what follows such an evaluation is not done.
+    if has["evaluates behind"] and not waits:
+        code.add(depth, f"if loop.complete and loop.steps_done % {dice.choice((1, 3, 6))} == 0:")
+        code.add(depth + 1, 'loop.vars["history"].append(evaluate("evaluation", "behind"))')
+        if has["evaluates twice"]:
+            code.add(depth + 1, 'evaluate("evaluation", "behind again")')
+
+
+_CHANCES = {
+    "average": 0.4, "seed": 0.2, "noise": 0.5, "freezes": 0.3, "counts": 0.6, "sums": 0.3, "accumulates": 0.3,
+    "clips": 0.4, "inside": 0.5, "sums late": 0.2, "reports": 0.3, "evaluates first": 0.4, "keeps best": 0.5,
+    "evaluates twice": 0.4, "evaluates behind": 0.5, "evaluates epochs": 0.5, "stops": 0.2,
+}  # fmt: skip
+
+_OPTIMIZERS = (
+    "SGD(model.parameters(), 0.05, momentum=0.9)",
+    "Adam(model.parameters(), 0.01)",
+    "AdamW([{'params': model.module.first.parameters()}, {'params': model.module.second.parameters(), 'lr': 0.02}])",
+)
+
+_EACH_STEP = ("step", "cosine", "one cycle")
+
+_SCHEDULERS = {
+    "step": "torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.7)",
+    "step by epochs": "torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)",
+    "cosine": f"torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS})",
+    "one cycle": f"torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps={4 * STEPS})",
+    "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.8)",
+    "none": "None",
+}
+
+_AVERAGE = """
+average = torch.optim.swa_utils.AveragedModel(model.module, avg_fn=lambda old, new, count: 0.8 * old + 0.2 * new)
+
+def more():
+    return {"average": [each.flatten().tolist() for each in average.parameters()]}
+"""
+
+_EVALUATION = """
+def validate(point):
+    model.eval()
+    drawn = draw()
+    at(point)
+    with torch.no_grad():
+        loss = (model.module(data.tensors[0]) - data.tensors[1]).square().mean()
+    time.sleep(0.004)
+    dist.all_reduce(loss)
+    model.train()
+    return loss.item() / dist.get_world_size() + drawn
+
+def evaluate(point, name):
+    loss = loop.evaluate(validate, point)
+    results.append([loop.steps_done, name, loss])
+    return loss
+"""
+
+
+def undisturbed(drawn: Drawn, directory: Path) -> list[Any]:
+    """The state and the results at the end of a run of one process, without an agent."""
+    _write(drawn, directory, faults=[])
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(
+        command, check=False, cwd=directory, env=env, capture_output=True, text=True, timeout=END_S_MAX
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (end,) = _ends(directory)
+    return end
+
+
+def _write(drawn: Drawn, directory: Path, faults: list[list[Any]]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "train.py").write_text(drawn.script)
+    (directory / "faults.json").write_text(json.dumps(faults))
+
+
+def _ends(directory: Path) -> list[list[Any]]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+
+
+def check(seed: int, directory: Path) -> str:
+    """Run a seed; what has happened, in a line. Raises AssertionError when ranks differ, or from an undisturbed run."""
+    drawn = draw(seed)
+    expected, results = undisturbed(drawn, directory / "alone")
+    _write(drawn, directory / "run", drawn.faults)
+    with Cluster(directory / "run", f"drawn-{seed}-{os.getpid()}", list(drawn.options), ["train.py"]) as cluster:
+        for node in drawn.nodes:
+            cluster.start(node, "--node-rank", str("abc".index(node)))
+        codes = cluster.ended(END_S_MAX)
+        story = cluster.story()
+    assert set(codes.values()) == {0}, f"codes {codes}\n{story}"
+    found = _ends(directory / "run")
+    happened = len(list((directory / "run").glob("fault-*")))
+    for end, own in found:
+        assert end == found[0][0], f"ranks differ: {_difference(end, found[0][0])}\n{story}"
+        assert not (wrong := _difference(end, expected)), f"not as undisturbed: {wrong}\n{story}"
+        assert not (wrong := _wrong(own, results)), f"results: {wrong}\n{story}"
+    lost = [each.get("steps_lost", 0) for each in cluster.events("resumed")]
+    started = len({pid for each in cluster.events("workers_started") for pid in each["pids"]})
+    survivors = any(len(own) == len(results) for _, own in found)
+    return f"{drawn.topology}, {happened} lost, {started} processes, {'' if survivors else 'no '}survivor {lost or ''}"
+
+
+def _wrong(own: list[Any], results: list[Any]) -> str:
+    """What is wrong with a process's results of evaluations, each with its step and name.
+
+    A newcomer has the last of them, and in front of them those of the head of the epoch that it came into. A step that
+    is made again gets the results of its body's top again.
+    """
+    own = [list(each) for each in dict.fromkeys(map(tuple, own))]
+    came = next((number for number, (_, name, _) in enumerate(own) if "head" not in name), len(own))
+    for first in range(came + 1):
+        last = results[len(results) - len(own) + first :]
+        if len(own) - first <= len(results) and not _difference(own[first:], last):
+            earlier = [[name, result] for _, name, result in results]
+            strange = [each for each in own[:first] if all(_difference(each[1:], one) for one in earlier)]
+            return f"not of the run: {strange}" if strange else ""
+    return f"{own} instead of {results}"[:3000]
+
+
+def _difference(found: Any, expected: Any, where: str = "") -> str:
+    """Where two states differ by more than rounding; "" for nowhere."""
+    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        pairs = [(f"{where}.{name}", found[name], expected[name]) for name in expected]
+    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        pairs = [(f"{where}[{number}]", *each) for number, each in enumerate(zip(found, expected, strict=True))]
+    elif isinstance(expected, float) and isinstance(found, float):
+        return (
+            "" if math.isclose(found, expected, rel_tol=PRECISION, abs_tol=PRECISION) else f"{where} {found} {expected}"
+        )
+    else:
+        return "" if found == expected else f"{where} {found} {expected}"[:600]
+    return next((text for place, one, other in pairs if (text := _difference(one, other, place))), "")
+
+
+def main() -> int:
+    """Run seeds in turn, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--keep", type=Path, help="a directory for what failed")
+    arguments = parser.parse_args()
+    kinds: Counter[str] = Counter()
+    for seed in range(arguments.first, arguments.first + arguments.count):
+        with tempfile.TemporaryDirectory(prefix="ert-drawn-") as name:
+            try:
+                print(f"{seed}: {check(seed, Path(name))}", flush=True)
+                kinds["well"] += 1
+            except Exception as error:  # noqa: BLE001  The next seed is run all the same.
+                kinds["failed"] += 1
+                text = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+                print(f"{seed}: FAILED {text.splitlines()[0][:200] if text else error!r}", flush=True)
+                if arguments.keep is not None:
+                    shutil.copytree(name, arguments.keep / str(seed), dirs_exist_ok=True)
+                    (arguments.keep / str(seed) / "why.txt").write_text(text)
+    print(dict(kinds))
+    return 1 if kinds["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

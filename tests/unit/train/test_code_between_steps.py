@@ -1,0 +1,163 @@
+"""Code of the script between two steps counts once: at an epoch's head, and in a body before its block."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elasticrt.data.sample_order import WHOLE, BatchSlice
+from elasticrt.data.sampler import ElasticBatchSampler
+from elasticrt.errors import ConfigError, ReadAheadError
+from elasticrt.train.loop import Loop
+from elasticrt.train.step_tracker import StepTracker
+
+DATA = TensorDataset(torch.arange(12.0).view(12, 1))
+
+
+class StopError(Exception):
+    """Ends a training in its middle."""
+
+
+class Run:
+    """A script with a head and a body, which each start begins anew."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.sampler = ElasticBatchSampler(DATA, global_batch_size=3, shuffle=False)
+        given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.loop = Loop(directory, sampler=self.sampler, every="1 steps", **given)
+        self.loop.vars["heads"] = 0
+        self.evaluated: list[object] = []
+        self.calls = 0
+
+    def measure(self) -> list[float]:
+        """An evaluation, with a result that the script changes."""
+        self.calls += 1
+        return [random.random()]
+
+    def train(self, stop_at: int = -1) -> None:
+        """Two epochs, or until a step begins."""
+        for _ in self.loop.epochs(2):
+            self.loop.vars["heads"] += 1
+            found = self.loop.evaluate(self.measure)
+            self.evaluated.append(found[0])
+            found.clear()
+            self.scheduler.step()
+            for (x,) in self.loop.batches(DataLoader(DATA, batch_sampler=self.sampler)):
+                if self.loop.steps_done == stop_at:
+                    self.loop._saving.last()
+                    raise StopError
+                with self.loop.step():
+                    self.model(x).square().mean().backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("stop_at", [1, 2, 5, 7])
+def test_an_epochs_head_counts_once(tmp_path: Path, stop_at: int) -> None:
+    """L5: it runs again when the epoch is entered in its middle: changes are undone, results are given again."""
+    whole, first, second = Run(tmp_path / "whole"), Run(tmp_path / "two starts"), Run(tmp_path / "two starts")
+    random.seed(1)
+    whole.train()
+    random.seed(1)
+    with pytest.raises(StopError):
+        first.train(stop_at)
+    second.train()
+    entered = 1 + stop_at // 4
+    assert second.evaluated == whole.evaluated[entered - 1 :], "the result as it was, and not as the script left it"
+    assert (first.calls, second.calls, whole.calls) == (entered, 2 - entered, 2)
+    assert second.loop.vars["heads"] == whole.loop.vars["heads"] == 2
+    assert second.scheduler.last_epoch == whole.scheduler.last_epoch
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_a_result_that_cannot_be_saved_is_made_again(tmp_path: Path) -> None:
+    """L5: an evaluation at the head with an object for its result is called again after a restart."""
+    for run, stop_at in ((Run(tmp_path), 2), (Run(tmp_path), -1)):
+        for _ in run.loop.epochs(1):
+            assert isinstance(run.loop.evaluate(lambda: StopError("a result")), StopError)
+            for (x,) in run.loop.batches(DataLoader(DATA, batch_sampler=run.sampler)):
+                with run.loop.step():
+                    run.model(x).square().mean().backward()
+                    run.optimizer.step()
+                if run.loop.steps_done == stop_at:
+                    break
+
+
+CALLS = ("request", "enter", "leave", "leave by an error", "undo", "next")
+
+
+def _play(calls: tuple[str, ...], tracker: StepTracker) -> list[str]:
+    """What a script in `steps` may do, one call after the other: which numbers were counted, or the first refusal."""
+    counted, number, in_step = [], 0, False
+    for call in calls:
+        try:
+            if call == "request":
+                tracker.request()
+            elif call == "enter":
+                tracker.enter(in_step=in_step, is_paused=False, takes_over=False)
+                tracker.begin(WHOLE)
+                in_step = True
+            elif in_step and call in ("leave", "leave by an error", "undo"):
+                in_step = False
+                if call == "leave" and tracker.leave(stepped=True, sees_optimizers=True):
+                    assert tracker.end() is WHOLE
+                    tracker.awaits_boundary = True
+                    counted.append(f"step {number}")
+                elif call == "leave by an error":
+                    tracker.break_off(stepped=False)
+                    tracker.error = StopError("in the step")
+                elif call == "undo":
+                    tracker.undo()
+            elif call == "next" and not in_step:
+                tracker.check_left(number)
+                tracker.check_body(has_counted=tracker.awaits_boundary)
+                number += tracker.awaits_boundary
+                tracker.awaits_boundary = False
+                tracker.give_number(has_begun=tracker.repeats, others_evaluate=False)
+        except (ConfigError, RuntimeError):
+            return [*counted, "refused"]
+    return counted
+
+
+def test_every_order_of_calls() -> None:
+    """Of all orders of six calls none counts a step twice, or counts behind an error; blocks in blocks are refused."""
+    for calls in product(CALLS, repeat=6):
+        tracker = StepTracker()
+        tracker.stage, tracker.draws_itself = "running", True
+        found = _play(calls, tracker)
+        steps = [each for each in found if each != "refused"]
+        assert len(set(steps)) == len(steps) and steps == [f"step {number}" for number in range(len(steps))], calls
+        if "refused" in found:
+            assert found[-1] == "refused"
+    tracker = StepTracker()
+    tracker.stage, tracker.draws_itself = "running", True
+    assert _play(("request", "enter", "enter"), tracker) == ["refused"]
+
+
+def test_batches_that_were_passed_before_the_first_step() -> None:
+    """L5: they are counted until a block begins, which refuses them, but in a process whose state is that of others."""
+    for takes_over in (False, True):
+        tracker = StepTracker()
+        tracker.stage = "running"
+        for _ in range(3):
+            tracker.begin(BatchSlice(0, 1, 1.0, last=True))
+            tracker.pass_batch(in_step=False, stepped=False)
+        tracker.has_batch = True
+        if takes_over:
+            tracker.enter(in_step=False, is_paused=False, takes_over=True)
+            assert tracker.untrained is None
+        else:
+            with pytest.raises(ReadAheadError, match="3 drawn before the first step"):
+                tracker.enter(in_step=False, is_paused=False, takes_over=False)
+    with pytest.raises(ReadAheadError, match="inside of a step"):
+        tracker.pass_batch(in_step=True, stepped=False)
