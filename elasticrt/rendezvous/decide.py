@@ -1,8 +1,9 @@
 """The protocol: from what a member knows to what it does next, and why. Pure.
 
-`decide(me, view, now)` is called after every change of the view, and at the time that a `Wait` names. It is a column of
-guards: the first that applies gives the decision. It remembers nothing between calls. All is in `me` (this member's own
-state) and `view` (the store's state), so the order of events does not matter, and repeating a call is safe.
+The loop calls `decide(me, view, now)` after every change of the view, and at the time that a `Wait` names. The function
+is a column of guards, and the first guard that applies gives the decision. It keeps no state between calls: everything
+is in `me` (this member's own state) and `view` (the store's state). So the order of events does not matter, and a
+repeated call is safe.
 
 The life of a generation g:
 
@@ -13,10 +14,11 @@ The life of a generation g:
 
 * The leader is the live member with the oldest key. It publishes generations and nothing more. If two members believe
   that they lead, the compare-and-swap lets one through.
-* A member whose workers failed files a report. The leader then asks every other seat whether it lives, fences those
-  that are certainly dead, and publishes the next generation from the rest. It waits for a lease to end only when a
-  machine is silent.
-* A missing member key is not proof of death (etcd can lose every lease at once): its owner is asked first.
+* A member whose workers failed files a report. The leader then probes every other seat, fences the members that are
+  certainly dead, and publishes the next generation from the rest. Only a silent machine makes the leader wait for a
+  lease to end.
+* A missing member key is not proof of death, because etcd can lose every lease at once. The leader probes the key's
+  owner first.
 """
 
 from __future__ import annotations
@@ -74,31 +76,33 @@ from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import difference, resized
 
 COLLATERAL_GRACE_S = 0.25
-"""How long to wait for the cause when only collateral failures are reported. A killed worker is reported within
-milliseconds, and its peers' failing collectives after that, so the wait is rarely used up. Also how long to wait
-for the copies of survivors that cannot go on in place."""
+"""How long to wait for the cause, in seconds, when only collateral failures are reported. A killed worker is reported
+within milliseconds and the failing collectives of its peers after that, so the wait is rarely used up. The leader waits
+equally long for the copies of survivors that cannot go on in place."""
 
 STACKS_GRACE_S = 6.0
-"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
+"""How long to wait for the stacks of all nodes after one node has reported a hang, in seconds: each node detects the
+hang by its own clock."""
 
 AT_ONCE_S = 1.0
-"""Two questions put within this time are of one moment. A silence that a witness has confirmed is known sooner. One
-that took longer may have been this node's own, and over by the time that another node answers."""
+"""Two probes sent within this time, in seconds, count as simultaneous. A silence that a witness confirms is established
+within it. A silence that takes longer to establish may have been this node's own, and over by the time that another
+node answered."""
 
 SILENCE_TERMS = 2
-"""A silence explains a missing key if it began at most this many lease terms before the key went: the node has lost its
-lease, or was fenced. A node that kept its key for longer has reached etcd meanwhile, and has to be asked again."""
+"""A silence explains a missing key if it began at most this many lease terms before the key went: the node then lost
+its lease or was fenced. A node that kept its key for longer has reached etcd meanwhile, so it is probed again."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
-    """What this member does next.
+    """Decide what this member does next.
 
     Args:
-        me: its own state.
-        view: what it knows of the run.
-        now: its monotonic clock, in seconds.
+        me: this member's own state.
+        view: what this member knows of the run.
+        now: this member's monotonic clock, in seconds.
     """
-    # Whether it takes part at all.
+    # Does this member take part at all?
     if view.result is not None:
         return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
@@ -118,7 +122,8 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
             return Adopt(f"the run was resized: {difference(me.spec, view.spec.record.spec)}", view.spec.record.spec)
         return Halt(f"the run has other options now: {difference(me.spec, view.spec.record.spec)}", EXIT_DUPLICATE)
 
-    # What its workers do. This needs no etcd, and comes before anything is written.
+    # What do its workers do? This comes before anything is written. A newer generation is the stop signal for the
+    # workers of an older one, and it holds whether or not etcd answers at the moment.
     if not view.roster_known:
         return _without_etcd(me, f"reading the roster of generation {view.number}")
     mine = view.members.get(me.record.node)
@@ -129,17 +134,20 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if me.lease == "suspended":
         return _without_etcd(me, "etcd does not answer: workers run on, nothing is committed")
 
-    # What the others should know of it.
+    # What should the other members know of this one? To tell them needs etcd, so this comes after the check of the
+    # lease.
     if me.lease == "lost" or mine is None or not registered:
         return Register("no member key of this life in the store")
     if mine.record.draining and not me.record.draining:
         return Drain("asked to drain")
+    # The report comes before the key: `as_reported` takes a report that is newer than the key at its word. A report
+    # about an older generation is not stored, because its transaction compares the current one.
     if me.report is not None and me.report != me.filed and me.report.generation == view.number:
         return File(f"workers of generation {me.report.generation}: {me.report.status}", me.report)
     if mine.record != me.record:
         return Announce("this member's state has changed")
 
-    # What it does for the whole run.
+    # What does this member do for the whole run?
     step = handing_over(me, view)
     if step is not None:
         return step
@@ -147,11 +155,11 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
 
 
 def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
-    """What a newer generation means for this life: its seat there, or another life. None: there is nothing to do.
+    """What a newer generation means for this life: `Run` with its seat, `Rejoin` without one, None if nothing changes.
 
     A life that had a seat and has none in a newer generation was left out, perhaps because it was fenced. The exception
-    is a generation that goes on in place while this node has no workers left: they set up beside the training, and as
-    long as it is `registered` it waits to be let in, in the same life.
+    is a generation that goes on in place while this node has no workers left. Its next workers set up beside the
+    training, and as long as this life is `registered` it waits in the same life to be let in.
     """
     if view.generation is None:
         return None
@@ -166,14 +174,15 @@ def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
 
 
 def _without_etcd(me: Me, waiting: str) -> Decision:
-    """Wait for etcd. End this node's workers if another node says that it is in a newer generation."""
+    """Wait for etcd. End this node's workers if another agent says that it is in a newer generation."""
     if me.lease == "suspended" and 0 < me.running < me.heard:
         return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
     return Wait(waiting)
 
 
 def _stop_all(view: View, reason: str) -> Decision:
-    """End the run for all members: the others cannot see what this one sees, and must not build on what is left."""
+    """End the run for all members: the others cannot see what this member sees, and must not build on what is left."""
+    # Only the leader may write the result. Any other member that finds the loss halts alone.
     if view.leads and view.generation is not None:
         text = f"{reason}. The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
         return Finish(reason, "failed", EXIT_STORE, text)
@@ -186,21 +195,26 @@ def _may_leave(me: Me, view: View) -> bool:
         return not me.running or view.number > me.running
     saved = view.handover is not None and view.handover.record.save
     saved = saved or (view.generation is not None and view.generation.record.waits)
-    # Its report of the generation before says nothing of what it is to save in this one.
+    # Only a report about this generation counts. An older "held" says nothing of the state that this generation saves.
     held = me.report is not None and (me.report.generation, me.report.status) == (view.number, "held")
     return saved and held and me.report == me.filed
 
 
 def _others_go_on(me: Me, view: View) -> bool:
-    """Whether enough others stay when this member leaves."""
+    """Whether enough other members stay when this member leaves.
+
+    Only the leader sees all members. Another member may see just its own key and the leader's, and then answers False
+    too often.
+    """
     stay = [each for node, each in view.members.items() if node != me.record.node and not each.record.draining]
     return len(stay) >= me.spec.min_nodes
 
 
 def _drained(me: Me, view: View) -> Leave:
-    """Why a draining member leaves, and the step that is to be on disk if others do not go on with it in memory.
+    """The decision of a draining member to leave, with the step to save first if the others do not go on from memory.
 
-    The leader knows who stays, and tells all to save if that is too few. Others' keys may be known late here.
+    The leader knows which nodes stay, and its handover record says `save` if they are too few. This member may learn of
+    the other members' keys late, so a record that says `save` overrides its own view.
     """
     stay = _others_go_on(me, view) and not (view.handover is not None and view.handover.record.save)
     if view.seat_of(me.record) is None:
@@ -216,15 +230,19 @@ def _drained(me: Me, view: View) -> Leave:
 
 
 def _follow(me: Me, view: View, now: float) -> Decision:
-    """A member that does not lead waits for the leader. After a failure it makes sure that there still is one.
+    """Decide for a member that does not lead: wait for the leader, and after a failure make sure that there is one.
 
-    So it does where the leader has asked all to hold: their workers wait for nobody else, and none fails of its end.
-    What it heard before it registered last does not count: it may have led, and been cut off.
+    The same applies while the leader has asked all workers to hold. Workers that hold are in no collective, so none of
+    them fails when the leader dies.
+
+    Only probes sent after this member's last registration count. Before that it may have led and been cut off, and then
+    the silence of the others was its own.
     """
     leader = view.members.get(view.oldest or "")
     if leader is None:
         return Wait("looking for the leader")
-    standing = me.standing_since if me.running == view.number else None  # Workers that are replaced do not count.
+    # Workers that are being replaced do not count: a generation that ends makes no steps.
+    standing = me.standing_since if me.running == view.number else None
     trouble = [at for at in (me.failed_at, standing) if at is not None]
     what = "steps stand still" if me.failed_at is None else "workers failed"
     again = None
@@ -232,6 +250,7 @@ def _follow(me: Me, view: View, now: float) -> Decision:
         what, (trouble, again) = view.handover.record.cause, ask_times(view.handover, now)
     if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads", again)
+    # A verdict older than the trouble, or than this member's own key, proves nothing about now.
     since = max(*trouble, view.members[me.record.node].since)
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
@@ -246,8 +265,8 @@ def _follow(me: Me, view: View, now: float) -> Decision:
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
     """The leader is silent: fence it, but only if this member reaches most of the nodes that it knows of.
 
-    Else it must suspect itself, and leaves the decision to the leases. A leader of before, which it fenced perhaps,
-    counts among them although its seat may be in another chunk.
+    Otherwise this member must suspect its own network, and leaves the decision to the leases. Earlier leaders count
+    among the known nodes, even if their seats are in other roster chunks: this member may have fenced one of them.
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
@@ -256,12 +275,15 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     if unasked:
         return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
     verdict = view.verdicts[leader.record.incarnation]
+    # The silence of the leader and the answers of the others must be of the same moment. If the others answered later,
+    # this node may have been cut off when it probed the leader.
     heard_at = max((said.asked_at for said in asked.values() if said and said.kind != "silent"), default=-math.inf)
     if heard_at > verdict.asked_at + AT_ONCE_S:
         return Probe(f"the leader {name} was silent: is it still, as the others can be reached?", seats_for([leader]))
     lives = {seat.incarnation for seat in others}
     led = [said for life, said in view.verdicts.items() if life not in lives and said.asked_at >= since]
     known = [*filter(None, asked.values()), *led]
+    # The silent nodes, the leader among them, must be fewer than half of all known nodes. The 1 is this member itself.
     silent = sum(said.kind == "silent" for said in known)
     if 2 * silent < 1 + len(known):
         return Fence(f"the leader {name} is silent, the others are not", leader)
@@ -276,6 +298,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
         return _start(led)
 
+    # `all` of no seats is true: without the first test a roster that was deleted in etcd would end the run with
+    # success.
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
         return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
@@ -288,6 +312,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if last is not None and _has_saved(led):
         return _end(led, last)
 
+    # Every node under suspicion is probed before a failure is acted upon. Otherwise the next generation could include a
+    # dead node, and fail in turn.
     suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
     if suspected:
         return Probe(f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone", suspected)
@@ -300,7 +326,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
     lost = [seat for seat in led.seats if _is_lost(led, seat)]
     failed = [entry for entry in led.view.reports.values() if entry.record.status == "failed"]
-    if lost or not led.seats:  # A roster that was deleted in etcd has no seats.
+    # A roster that was deleted in etcd has no seats.
+    if lost or not led.seats:
         return _asking_again(led, _after_loss(led, lost))
     if failed:
         return _asking_again(led, _after_failure(led, failed))
@@ -310,9 +337,10 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
 
 def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
-    """Ask members that were out of reach again before the leader waits or publishes.
+    """The same decision, or a probe of the members that were out of reach, before the leader waits or publishes.
 
-    Once in a lease term, and when somebody has answered since: perhaps it was the leader who was out of reach.
+    They are probed once in a lease term, and at once when another node has answered since they were silent: perhaps the
+    leader was the one out of reach.
     """
     absent = unavailable(led.view)
     asked_at = min((led.view.verdicts[entry.record.incarnation].asked_at for entry in absent), default=math.inf)
@@ -325,9 +353,9 @@ def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
 
 
 def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
-    """Newcomers that have not been asked yet: a node that reaches etcd need not reach the others.
+    """Newcomers that have not been probed yet: a node that reaches etcd need not reach the other nodes.
 
-    A new life of a node that has a seat is asked even before it is warm, because it counts among the silent nodes.
+    A new life of a node that has a seat is probed even before it is warm, because it counts among the silent nodes.
     """
     view, ready = led.view, {entry.record.incarnation for entry in candidates(led.view)}
     others = [entry for node, entry in view.members.items() if node != led.me.record.node]
@@ -337,7 +365,11 @@ def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
 
 
 def _start(led: LeaderContext, kind: Literal["start", "lost"] = "start", cause: str = "") -> Decision:
-    """No member of the last generation is left, for this `cause`, or there was none: wait for quiet, then begin."""
+    """Begin with a generation of new workers: wait until the members are quiet, then publish.
+
+    There is no generation of this attempt yet, or no member of the last one is left. In the second case `kind` is
+    "lost", and `cause` says how they went.
+    """
     short = too_few(led)
     if short is not None:
         return short
@@ -346,16 +378,18 @@ def _start(led: LeaderContext, kind: Literal["start", "lost"] = "start", cause: 
         return Wait(f"{counted(len(candidates(led.view)), 'node')} ready; waiting for quiet", settled)
     cause = cause or ("start" if led.view.number == 0 else ANEW)
     head = led.view.head
-    # A leader whose own seat was deleted in etcd may hold a copy: it is not the state of a roster that it is not in.
+    # If the roster was deleted in etcd, the leader has no seat any more but may still hold a copy. A copy counts as the
+    # state of a generation only if its holder has a seat there.
     led = replace(led, me=replace(led.me, copy=None))
     return publish(led, kind, cause, restarts=Restarts(step=head.record.reached if head else 0))
 
 
 def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
-    """Nodes are lost: the others re-form. That costs no restart."""
+    """Nodes are lost: the others re-form, which costs no restart."""
     if led.generation.last is not None:
         return _save_first(led, led.generation.last)
     gone = {seat.node: how_gone(led.view, seat) for seat in lost}
+    # Nodes that went in the same way share one phrase of the cause.
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
     cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
     if len(lost) == len(led.seats):
@@ -366,25 +400,33 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
-    """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
+    """Workers failed and all nodes live: restart the workers as long as the budget lasts.
+
+    A node whose script is not the run's (`misfit`) leaves by itself, so its failure costs no restart.
+    """
     assert led.failed_since is not None, "a failure is reported"
     first, last = cause_of(led.view.reports.values()), led.generation.last
     if first.collateral:
         until = led.failed_since + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
-        if first.unmet and last is None:  # All agents have just answered at the addresses in their keys.
+        # All agents have just answered at the addresses in their keys, and still the workers cannot reach each other
+        # there. Another generation would not change that.
+        if first.unmet and last is None:
             return Finish(first.summary, "failed", EXIT_WORKERS, first.text)
     if last is not None:
         again = _save_first(led, last)
         fewer = isinstance(again, Publish) and again.draft.world_size < led.generation.world_size
-        # As many as before, of whom none is the cause, would not meet the next time either.
+        # A retry helps only with fewer workers, or if the cause is known. The same workers, none of which is to blame,
+        # would not meet the next time either.
         return again if fewer or not first.collateral else _end(led, last)
+    # The hang may have its cause on any node, and each node reports its own stacks.
     if first.stalled and len(failed) < len(led.seats):
         until = led.failed_since + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
     spec = led.spec
+    # The same error at the same place, twice before the first step, will come a third time.
     if first.early and first.early == led.generation.restarts.early and not led.gets_further:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return _give_up(led, reason, text_of(first, failed))
@@ -401,14 +443,15 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
 
 
 def _give_up(led: LeaderContext, reason: str, text: str) -> Decision:
-    """End the run, for this `reason`."""
+    """End the run, for this `reason`; `text` is the failure in full."""
     return _save_first(led, Failure(rank=0, code=EXIT_WORKERS, collateral=False, summary=reason, text=text))
 
 
 def _save_first(led: LeaderContext, last: Failure) -> Decision:
-    """End the run. Where workers live that have the state, they agree on the newest step and save it before.
+    """End the run with the failure `last`, but save the newest step first if workers live that have the state.
 
-    They do so again where one of them is lost meanwhile. Nobody sets up beside them, so their number bounds this.
+    These workers agree on the step in a generation that waits. If one of them is lost meanwhile, the others do so
+    again. No worker sets up beside them, so their number bounds the repetitions.
     """
     left, same = startable(led.view, draining=True), led.generation.restarts
     if not go_on(led.view, left):
@@ -417,31 +460,32 @@ def _save_first(led: LeaderContext, last: Failure) -> Decision:
 
 
 def _has_saved(led: LeaderContext) -> bool:
-    """Whether a run that ends need not wait any more: the state is saved, or saving takes longer than a handover."""
+    """Whether a run that ends need not wait any more: its state is saved, or saving takes longer than a handover."""
     if led.now >= led.since + LEAVE_S_MAX or all(led.said(seat, "held") for seat in led.seats):
         return True
+    # After a loss some nodes never say "held". The commit of this generation then is proof enough.
     lost = led.failed_since is not None or any(led.key_of(seat) is None for seat in led.seats)
     return lost and _saved(led) is not None
 
 
 def _saved(led: LeaderContext) -> Commit | None:
-    """The checkpoint that was committed in this generation."""
+    """The checkpoint that was committed in this generation, if any."""
     head = led.view.head.record if led.view.head else None
     return head if head is not None and head.generation == led.generation.number else None
 
 
 def _end(led: LeaderContext, last: Failure) -> Finish:
-    """The run's end after the failure `last`."""
+    """The result of a run that ends with the failure `last`."""
     head = _saved(led) if led.generation.last is not None else None
     reason = f"{last.summary}; step {head.reached:,} was saved" if head is not None else last.summary
     return Finish(reason, "failed", EXIT_WORKERS, last.text)
 
 
 def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Seat]:
-    """Seats whose nodes may still report a newer copy of the state, if all workers restart and copies are kept.
+    """The seats whose nodes may still report a newer copy; none if workers go on in place or no copies are kept.
 
-    Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
-    in their nodes' keys before their ends are reported.
+    Workers that lose a peer in `loop.pause` leave their newest step behind and end. Their nodes' keys say that these
+    workers cannot go on in place before the reports say that they ended.
     """
     if led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed))):
         return []
@@ -453,9 +497,9 @@ _THEN = "; then "
 
 
 def _named(first: Failure, before: Generation) -> str:
-    """The cause of the next generation, or of the run's end.
+    """The cause of the next generation, or of the run's end, in words.
 
-    A collateral failure keeps the cause of the generation that it follows from.
+    If the first failure is collateral, the cause of the generation before is kept: the failure follows from it.
     """
     if first.collateral and before.in_place and before.kind in ("failure", "lost"):
         return before.cause.partition(_THEN)[0] + _THEN + first.summary
@@ -463,23 +507,27 @@ def _named(first: Failure, before: Generation) -> str:
 
 
 def _suspected(led: LeaderContext, seat: Seat) -> bool:
-    """Whether there is evidence against this seat's node that no probe has answered since.
+    """Whether there is evidence against this seat's node that is newer than every probe of the node.
 
     A failure report, or steps that stand still, are evidence against all nodes. A missing member key is evidence
-    against its own node, and so is an answer in a handover that is late. A silence in the generation before, or long
-    before the key went, does not answer it. An isolated leader also asks a node that has registered again since it was
-    silent: the isolation may be over. And a silence counts beside what is heard at the same time: who was silent before
-    another answered is asked again.
+    against its own node, and so is a late answer in a handover.
+
+    A silence does not answer the evidence of a missing key if it dates from the generation before, or from long before
+    the key went. An isolated leader also probes a node that has registered again since its silence: the isolation may
+    be over. And a node that was silent before another node answered is probed again, because silence and answers are
+    compared with each other.
     """
     if led.has_left(seat):
         return False
     verdict, key = led.view.verdicts.get(seat.incarnation), led.key_of(seat)
     evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
     if led.view.handover is not None and seat in led.to_answer:
-        # Whoever has not said that it holds is asked once: it is not waited for much longer.
+        # In the first round, "hold", a late node is probed once: the leader does not wait for it much longer than that.
         first = math.inf if led.view.handover.record.step else led.view.handover.since + HOLDING_S
         evidence += ask_times(led.view.handover, min(led.now, first))[0]
     if key is None:
+        # A silence shortly before the key went is about the same event as the missing key (see SILENCE_TERMS), so it is
+        # not evidence to be probed again.
         vanished, heard = led.vanished_at(seat), verdict is None or verdict.kind == "alive"
         evidence.append(vanished if heard else max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s))
     if key is not None and led.isolated:
@@ -492,11 +540,12 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
 
 
 def _fence_or_wait(led: LeaderContext) -> Decision | None:
-    """Fence the dead at once, and the silent only while the leader is not `isolated`.
+    """Fence dead members at once, and silent ones only while the leader is not `isolated`. None: no member is in doubt.
 
-    With two nodes neither can tell which one is cut off, so a whole lease term decides in which etcd has kept both
-    keys, with another question before its end. Steps that go on meanwhile show that all nodes are there. A node that
-    answers but has no key gets a lease term to register again: etcd can lose every lease at once.
+    Of two nodes neither can tell which one is cut off. So a whole lease term decides, in which etcd keeps both keys and
+    the silent node is probed once more before the end. Silence alone is not enough: steps that go on meanwhile show
+    that all nodes are there. A node that answers but has no key gets a lease term to register again, because etcd can
+    lose every lease at once.
     """
     verdicts = led.view.verdicts
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]
@@ -506,7 +555,7 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
     silent = [
         (seat, key, verdict)
         for seat, key, verdict in here
-        # Not with a key that is younger than the silence: its node was fenced, and has come back since.
+        # A key younger than the silence does not count: its node was fenced, and has come back since.
         if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
     if silent and (led.failed_since is not None or led.standing_since is not None):
@@ -522,7 +571,8 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
             return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", until)
         if len(led.seats) == 2:
             return Fence(f"{seat.node} has been silent for a whole lease term", key)
-        # Their leases live, and it is unlikely that most of a run is cut off: this node is.
+        # The leases of the silent nodes live. That most of a run is cut off is unlikely, so this node is. It comes back
+        # with the youngest key, and another member leads.
         return Rejoin(f"{led.unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
     keyless = [seat for seat, key, _ in here if key is None and not _is_lost(led, seat)]
     if keyless:
@@ -537,10 +587,11 @@ def _is_lost(led: LeaderContext, seat: Seat) -> bool:
 
 
 def _lost_at(led: LeaderContext, seat: Seat) -> float:
-    """When a seat's node is lost.
+    """The time at which a seat's node is lost; minus infinity if it is already, infinity while its key is there.
 
-    At once if it has left, lives another life, is dead or silent; else when its key has been missing for a lease term.
-    To an isolated leader silence does not count at once: etcd can lose every lease while a leader is cut off.
+    A node is lost at once if it has left, lives another life, or its key is missing and it is dead or silent. Otherwise
+    it is lost when its key has been missing for a lease term. For an isolated leader silence does not count at once:
+    etcd can lose every lease while a leader is cut off.
     """
     if led.has_left(seat):
         return -math.inf
@@ -548,6 +599,8 @@ def _lost_at(led: LeaderContext, seat: Seat) -> float:
         return math.inf
     verdict, away_since = led.view.verdicts.get(seat.incarnation), led.vanished_at(seat)
     if verdict is not None and verdict.kind != "alive":
+        # Of two nodes the leader is isolated whenever the other is silent. There the missing key decides: etcd has
+        # ended the other's lease and kept this one's.
         if verdict.kind == "dead" or len(led.seats) == 2 or not led.isolated:
             return -math.inf
         away_since = min(away_since, verdict.asked_at)

@@ -1,4 +1,5 @@
-"""What a member can decide: its own state, and one value per kind of decision. Pure."""
+"""The decisions of a member, one class for each kind, and `Me`, the member's own state that they are made from. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +14,28 @@ from elasticrt.spec import RunSpec
 
 @dataclass(frozen=True)
 class Me:
-    """This member's own state.
+    """This member's own state. Times are seconds of the member's monotonic clock.
 
     Attributes:
-        record: what its member key should say.
-        spec: what it takes the run to be; `attempt`: which attempt at the run it belongs to.
-        known: the highest generation it has seen in this store (`record.seen`: in any store).
-        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or has ended ("lost").
-        started: the newest generation whose workers it has started, 0 for none.
+        record: what the member key should say.
+        spec: the options of the run, as this member has them.
+        attempt: the attempt at the run that this member belongs to.
+        known: the highest generation that this member has seen in this store (`record.seen`: in any store).
+        lease: whether the lease is known to live ("connected"), overdue ("suspended"), or has ended ("lost").
+        started: the newest generation whose workers this agent has started, 0 for none.
         running: the generation whose workers still live, 0 for none.
-        seated: the generation that this life has started workers in, 0 for none.
-        report: what its report for generation `started` should say, if anything.
-        filed: the report it last stored.
+        seated: the generation in which this life has started workers, 0 for none.
+        report: the report about generation `started` that the store should hold, if any.
+        filed: the report that was last stored.
         copy: the newest copy of the state of generation `seated` in this node's memory.
-        heard: the newest generation that another node has named while etcd did not answer here.
-        failed_at: when its workers failed in generation `started`.
-        standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
-        starting: its workers have not come to their first step yet, and probably will.
-        holding: the create revision of the handover for which its workers hold, 0 for none.
-        going: the step after which they leave, 0 for none.
-        leaving: why it leaves ("" if it does not).
-        pause_s: how long the last re-form took, as measured here (`Progress.pause_s`).
+        heard: the newest generation that another agent has named while etcd did not answer here.
+        failed_at: when workers of generation `started` failed.
+        standing_since: since when this node's steps have been standing still for longer than usual, or None.
+        starting: the workers have not come to their first step yet, and probably will.
+        holding: the create revision of the handover for which the workers hold, 0 for none.
+        going: the step after which the workers leave, 0 for none.
+        leaving: why this member leaves, "" if it does not.
+        pause_s: the measured duration of the last re-form (`Progress.pause_s`).
     """
 
     record: Member
@@ -59,19 +61,19 @@ class Me:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next. Every decision says why, in words for people."""
+    """What to do next. Every decision carries its `reason` in words for people."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Wait(Decision):
-    """Do nothing until something changes, or until `until` on this member's clock."""
+    """Do nothing until something changes, or until `until` on this member's monotonic clock."""
 
     until: float | None = None
 
 
-# About this member.
+# Decisions about this member.
 
 
 class Register(Decision):
@@ -84,28 +86,28 @@ class Announce(Decision):
 
 @dataclass(frozen=True)
 class File(Decision):
-    """Store this member's report."""
+    """Store this member's `report`."""
 
     report: Report
 
 
 @dataclass(frozen=True)
 class Adopt(Decision):
-    """Take over the run's options: it was resized."""
+    """Take over `spec` as the run's options: an operator has resized the run."""
 
     spec: RunSpec
 
 
 @dataclass(frozen=True)
 class Run(Decision):
-    """Start the workers of `generation` in `seat` (killing those of an older one first)."""
+    """Start the workers of `generation` in `seat`, and end the workers of an older generation first."""
 
     generation: Generation
     seat: Seat
 
 
 class Rejoin(Decision):
-    """Kill the workers, throw away what they hold in memory, and come back as a new member."""
+    """End the workers, throw away what they hold in memory, and come back as a new member."""
 
 
 class Drain(Decision):
@@ -117,9 +119,9 @@ class Leave(Decision):
     """Take this member out of the run, stop its workers, exit.
 
     Attributes:
-        saving: the step that rank 0 saves before that, 0 for none. Rank 0's node leaves when that is done; the others
-            need not wait for it.
-        others_go_on: enough others are left for the run to go on, or to wait for more.
+        saving: the step that rank 0 saves first, 0 for none. The node of rank 0 leaves when the save is done. The other
+            nodes need not wait for it.
+        others_go_on: whether enough other nodes are left for the run to go on, or to wait for more.
     """
 
     saving: int = 0
@@ -140,19 +142,22 @@ class Halt(Decision):
     code: int
 
 
-# About a handover.
+# Decisions about a handover.
 
 
 @dataclass(frozen=True)
 class Hold(Decision):
-    """Make this node's workers hold for the handover with this create revision, and see how far they have got."""
+    """Make this node's workers hold, and see how far they have got.
+
+    `handover` is the create revision of the handover's key. It tells one handover of a generation from the next.
+    """
 
     handover: int
 
 
 @dataclass(frozen=True)
 class Go(Decision):
-    """Tell this node's workers the step after which they leave, and whether rank 0 commits before."""
+    """Tell this node's workers to leave after `step`. With `save`, rank 0 commits a checkpoint before it leaves."""
 
     step: int
     save: bool
@@ -162,26 +167,26 @@ class ReleaseHold(Decision):
     """Let this node's workers go on: the handover was given up."""
 
 
-# About other members and the whole run.
+# Decisions about other members and the whole run.
 
 
 @dataclass(frozen=True)
 class Probe(Decision):
-    """Ask the agents of these seats whether they live, unless they are being asked already."""
+    """Ask the agents of these `seats` whether they live, unless they are being asked already."""
 
     seats: tuple[Seat, ...]
 
 
 @dataclass(frozen=True)
 class Fence(Decision):
-    """Delete the key of a member that is lost, if neither it nor the generation has changed."""
+    """Delete the key of `member`, which is lost, if neither the key nor the generation has changed."""
 
     member: Stored[Member]
 
 
 @dataclass(frozen=True)
 class Publish(Decision):
-    """Publish the next generation by compare-and-swap."""
+    """Publish `draft`, with these `seats`, as the next generation by compare-and-swap."""
 
     draft: Draft
     seats: tuple[Seat, ...]
@@ -189,7 +194,8 @@ class Publish(Decision):
 
 @dataclass(frozen=True)
 class Ask(Decision):
-    """Ask all workers of the generation to hold, or tell them the step after which they leave."""
+    """Write the `handover` record, by which all workers of the generation hold, or leave after the step that it names.
+    """
 
     handover: HandoverRecord
 
@@ -200,7 +206,13 @@ class Withdraw(Decision):
 
 @dataclass(frozen=True)
 class Finish(Decision):
-    """Write the run's one result."""
+    """Write the run's one result.
+
+    Attributes:
+        status: how the run ended.
+        code: the exit code of every agent.
+        text: the failure in full, "" without one.
+    """
 
     status: Literal["succeeded", "failed"]
     code: int

@@ -1,4 +1,4 @@
-"""What the leader's duties look at, and what they share: candidates, deadlines, the next generation. Pure."""
+"""What the leader's decisions share: its view taken apart, candidates, deadlines, the next generation. Pure."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ from elasticrt.spec import RunSpec
 from elasticrt.text import cut
 
 LEAVE_S_MAX = 60.0
-"""From "go" to the last "held": a step, the copy, or a checkpoint. A step that takes longer ends in a re-form."""
+"""Seconds from the request of a handover to the last "held": a step, and the copy or a checkpoint. If a step takes
+longer, the generation is replaced as after a failure."""
 
 STANDS_S_MAX = 2.0
-"""The same, from when the steps have stood still for longer than usual: then only the open step is given up."""
+"""The same limit from the time at which the leader's steps began to stand still for longer than usual. Only the open
+step is then given up."""
 
 DRAIN_SHARE = 0.4
-"""The same where others train on or the leader sees no standstill, as a share of the time after which a node leaves
-without a handover: whoever keeps them waiting may only be busy. The rest is for those that do not come out of the step,
-which are ended, and for saving."""
+"""The same limit where the other nodes train on or the leader sees no standstill, as a share of `drain_s`, the time
+after which a node leaves without a handover. The worker that all wait for may only be busy, so it gets this share. The
+rest of the time is for ending workers that do not come out of the step, and for saving."""
 
 
 @dataclass(frozen=True)
 class LeaderContext:
-    """What the leader's duties look at: the view, taken apart once.
+    """What the leader's decisions are made from: the view, taken apart once.
 
     Attributes:
         me: the leader's own state.
-        view: what it knows; its spec, members, generation and roster are there.
-        now: its monotonic clock, in seconds.
+        view: what the leader knows; its spec, members, generation and roster are there.
+        now: the leader's monotonic clock, in seconds.
     """
 
     me: Me
@@ -67,7 +69,7 @@ class LeaderContext:
 
     @property
     def since(self) -> float:
-        """Since when this node has known the current generation."""
+        """When this node first saw the current generation, in seconds of its monotonic clock."""
         assert self.view.generation is not None
         return self.view.generation.since
 
@@ -78,13 +80,15 @@ class LeaderContext:
 
     @cached_property
     def failed_since(self) -> float | None:
-        """Since when a failure has been reported. Looked for once: every seat is judged by it."""
+        """When this node first saw a report of a failure; None without one. Cached, because every seat is judged by it.
+        """
         reports = self.view.reports.values()
         return min((entry.since for entry in reports if entry.record.status == "failed"), default=None)
 
     @cached_property
     def standing_since(self) -> float | None:
-        """Since when this node's steps in this generation have been standing still for longer than usual."""
+        """Since when this node's steps in this generation have been standing still unusually long; None if they go on.
+        """
         return self.me.standing_since if self.me.running == self.generation.number else None
 
     @cached_property
@@ -94,32 +98,33 @@ class LeaderContext:
         failures = [failure for failure in known if failure is not None]
         return Restarts(
             step=self.view.head.record.reached if self.view.head else 0,
-            # A newcomer that fails before its first step does not know how far the run is, but for the handover before.
+            # A newcomer that fails before its first step has counted no steps. The step that the last handover agreed
+            # on stands in.
             beats=max([self.generation.reached, *(failure.beats for failure in failures)]),
             loaded=max((failure.loaded for failure in failures), default=0),
         )
 
     @cached_property
     def gets_further(self) -> bool:
-        """Whether there has been progress since the failure before; `counting` says what counts."""
+        """Whether the run has made progress since the failure before; `counting` says what counts as progress."""
         before, reached = self.generation.restarts, self.reached
         further = reached.step > before.step or reached.beats > before.beats or reached.loaded > before.loaded
         return further or (reached.beats > 0 and self.now - self.since >= LONG_S)
 
     def said(self, seat: Seat, status: str) -> bool:
-        """Whether this seat's node, in this life, has reported `status`."""
+        """Whether this seat's node has reported `status`, in the life that has the seat."""
         entry = self.view.reports.get(seat.node)
         return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
 
     @cached_property
     def _keys(self) -> dict[str, Stored[Member]]:
-        """The member keys of the seats' lives, by incarnation. Looked up once: every duty asks for every seat."""
+        """The member keys of the seats' lives, by incarnation. Cached, because every duty asks for every seat."""
         found = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
         return {seat.incarnation: key for seat, key in found if key and key.record.incarnation == seat.incarnation}
 
     @cached_property
     def _left(self) -> frozenset[str]:
-        """The lives that have said goodbye, or been followed by another one."""
+        """The incarnations that have said goodbye, or whose node lives another life already."""
         others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
         goodbyes = (entry.record for entry in self.view.reports.values() if entry.record.status == "left")
         return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
@@ -132,7 +137,7 @@ class LeaderContext:
 
     @cached_property
     def to_answer(self) -> frozenset[Seat]:
-        """The seats whose nodes have still to say that they hold, or that they have left after the agreed step."""
+        """The seats whose nodes still owe the handover an answer: that they hold, or left after the agreed step."""
         asked, reports = self.view.handover, self.view.reports
         if asked is None or asked.record.step:
             return frozenset(seat for seat in self.seats if not self.said(seat, "held"))
@@ -141,18 +146,19 @@ class LeaderContext:
 
     @cached_property
     def patience_s(self) -> float:
-        """For how long nodes that leave wait for others before they give up what they wait for."""
+        """How long nodes that drain wait for a late worker before the leader gives its step up, in seconds."""
         return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.leaving)
 
     @cached_property
     def others_go_on(self) -> bool:
-        """Whether those that do not drain are enough, and have the state if anybody has."""
+        """Whether the nodes that do not drain are enough, and have the state if any node has it."""
         stay = startable(self.view)
         return len(stay) >= self.spec.min_nodes and (not self.in_place or go_on(self.view, stay))
 
     @cached_property
     def sole_holder(self) -> Stored[Member] | None:
-        """A node that drains and holds the newest copy of the state, if no worker and no other node has it."""
+        """The draining node with the newest copy of the state, if neither workers nor a node that stays have the state.
+        """
         if self.in_place or not self.leaving:
             return None
         leaving = [self.view.members[seat.node] for seat in self.leaving]
@@ -161,19 +167,19 @@ class LeaderContext:
 
     @cached_property
     def unheard(self) -> int:
-        """How many of the seats' nodes are silent, with or without a key, in whichever life they are now."""
+        """The number of seats whose nodes are silent, with or without a key, in whichever life each node is now."""
         newest = map(self.view.newest_verdict, self.seats)
         return sum(verdict is not None and verdict.kind == "silent" for verdict in newest)
 
     @cached_property
     def heard_at(self) -> float:
-        """When the newest question was put that another node has answered; before all time if none has."""
+        """When the newest probe was sent that another node has answered; minus infinity if none has."""
         answered = (verdict.asked_at for verdict in self.view.verdicts.values() if verdict.kind == "alive")
         return max(answered, default=-math.inf)
 
     @property
     def isolated(self) -> bool:
-        """Whether the leader hears nothing from half of the seats' nodes: then it must suspect itself."""
+        """Whether at least half of the seats' nodes are silent. Then the leader must suspect its own network."""
         return 2 * self.unheard >= len(self.seats)
 
     @cached_property
@@ -191,11 +197,11 @@ class LeaderContext:
         return key is not None and key.record.generation == self.generation.number
 
     def has_left(self, seat: Seat) -> bool:
-        """Whether the node said goodbye, or has begun another life."""
+        """Whether the node has said goodbye, or has begun another life."""
         return seat.incarnation in self._left
 
     def vanished_at(self, seat: Seat) -> float:
-        """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
+        """Since when the seat's key has been missing. One that was never seen counts from the generation's begin."""
         gone = self.view.vanished.get(seat.node)
         return self.since if gone is None else gone.at
 
@@ -210,16 +216,16 @@ def publish(
     waits: bool = False,
     last: Failure | None = None,
 ) -> Publish:
-    """The next generation: of workers that go on in place where enough of them can, else of workers started anew.
+    """The decision to publish the next generation: in place if enough workers can go on, else with new workers.
 
     Args:
-        led: what the leader's work stands on.
-        kind: what makes it necessary, for logs and for the count of restarts.
+        led: what the leader's decisions are made from.
+        kind: why the generation is necessary, for logs and for the count of restarts.
         cause: the same in words, for people.
         restarts: the failures so far, this one included.
-        members: whom to choose from; None: all that can start workers.
-        waits: whether they are too few for a step, so that those who have the state save it and wait.
-        last: the failure with which the run ends when they have saved it.
+        members: the members to choose from; None: all that can start workers.
+        waits: whether these are too few for a step, so that those with the state save it and wait.
+        last: the failure with which the run ends as soon as the state is saved.
     """
     view = led.view
     assert view.spec is not None
@@ -230,17 +236,21 @@ def publish(
     stay = [_with(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
     stay = [entry for entry in stay if entry.record.ready]
     if kind in ("failure", "lost") and not waits and len(stay) >= least:
-        # Newcomers enter the script at the next step, and come in by a handover. Here somebody may be in an evaluation
-        # before that step, which could not be made again with them.
+        # Newcomers enter the script at the next step, and come in by a handover. After a failure a survivor may be in
+        # an evaluation before that step. The evaluation is made again, which would not work with a newcomer in the
+        # group.
         ready = stay
     in_place = len(ready) >= least
-    # In place those that have the state come first, so that one of them gets in.
+    # In place only seats of workers with the state count as seniority. These workers come first, so that one of them
+    # gets in.
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
     chosen = seat_order(ready if in_place else able, before, led.spec.max_nodes)
     memory, holder = (None, None) if in_place else _newest_copy(led, chosen)
     if holder is not None:
-        chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
+        # Rank 0 sends the state to the others, so it must be where the copy is.
+        chosen = [holder, *(entry for entry in chosen if entry is not holder)]
     seats = seats_for(chosen, in_place=in_place)
+    # A member that comes from a lost store may have seen a higher number than this store has. No number is used twice.
     draft = Draft(
         number=max([view.number, *(entry.record.seen for entry in view.members.values())]) + 1,
         attempt=view.spec.record.attempt,
@@ -267,17 +277,18 @@ def re_form(
     cause: str,
     restarts: Restarts | None = None,
 ) -> Decision:
-    """The next generation of a run that goes on, if there are enough for it; else what to do meanwhile.
+    """The next generation of a run that goes on, if there are enough nodes for it; otherwise what to do meanwhile.
 
-    Where too few are left, those that have the state save it at once, and wait with it: whatever becomes of them then,
-    no step is lost. Survivors that drain take part, and leave when it is saved. So they do where nobody else has it,
-    and so does a node that drains and holds the newest copy after a failure: its workers start anew from it.
+    If too few nodes are left, those with the state save it at once and wait with it. Then no step is lost, whatever
+    becomes of them. Survivors that drain take part, and leave when the state is saved. The same happens if only
+    draining nodes have the state. A draining node that holds the newest copy after a failure takes part as well: its
+    new workers start from the copy.
 
     Args:
-        led: what the leader's work stands on.
-        kind: as `publish` has it; so has it `cause`.
-        cause: in words, for people.
-        restarts: the failures so far; None: no worker has failed, so it costs no restart.
+        led: what the leader's decisions are made from.
+        kind: as in `publish`.
+        cause: as in `publish`, in words for people.
+        restarts: the failures so far; None: no worker has failed, so the generation costs no restart.
     """
     short, restarts = too_few(led), restarts or led.generation.restarts
     asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
@@ -294,39 +305,44 @@ def re_form(
 
 
 def left_until(led: LeaderContext) -> float:
-    """How long to wait for those that leave after an agreed step, or hold the state in a generation that waits."""
+    """Until when to wait for workers that leave after an agreed step, or that save in a generation that waits."""
     asked = led.view.handover
     if asked is None:
         return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
     if led.in_place and not (led.leaving or asked.record.save):
-        return math.inf  # Whoever is waited for is busy, or it hangs, which its agent ends.
+        # The worker that all wait for is busy, or it hangs and its agent ends it. No node leaves, so there is no hurry.
+        return math.inf
     told_at = asked.since + LEAVE_S_MAX
     stands = led.standing_since
     if not (led.leaving and led.in_place and led.generation.world_size > 1) or (led.others_go_on and stands is None):
         return told_at
     # If the open step does not end, those that come out of it save the newest one that has.
-    if led.others_go_on or stands is None:  # A leader whose worker is in a pause sees no standstill.
+    # A leader whose own worker is in a `loop.pause` sees no standstill.
+    if led.others_go_on or stands is None:
         return min(told_at, max(asked.since, stands or asked.since) + led.patience_s)
     return min(told_at, stands + STANDS_S_MAX)
 
 
 def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:
-    """Rank 0 still saves what the `lost`, who have left in order, need not wait for: another generation would end that.
+    """Wait while rank 0 saves after others have left in order: another generation would end the save. Otherwise None.
 
-    None: it does not.
+    Args:
+        led: what the leader's decisions are made from.
+        lost: the seats whose nodes are gone. Nodes that left in order need not wait for the save.
     """
     asked, first, until = led.view.handover, led.seats[:1], left_until(led)
     saves = led.generation.waits or (asked is not None and asked.record.save)
     left = led.failed_since is None and all(led.said(seat, "left") for seat in lost)
     done = any(seat in lost or led.said(seat, "held") for seat in first)
-    unmet = led.generation.waits and led.standing_since is not None  # They have left before all had met.
+    # The nodes left before all workers had met, so the save cannot begin.
+    unmet = led.generation.waits and led.standing_since is not None
     if not (saves and left) or done or unmet or led.now >= until:
         return None
     return Wait(f"{list_names(seat.node for seat in first)} saves the agreed step", until)
 
 
 def how_gone(view: View, seat: Seat) -> str:
-    """How the node of a lost seat has gone, in words that follow its name: "left", or "lost" with the evidence."""
+    """How the node of a lost `seat` went, in words that follow its name: "left", or "lost" with the evidence."""
     report, verdict, key = view.reports.get(seat.node), view.verdicts.get(seat.incarnation), view.members.get(seat.node)
     if report is not None and report.record.incarnation == seat.incarnation and report.record.status == "left":
         failure = report.record.failure
@@ -344,21 +360,23 @@ def survivors(view: View) -> list[Stored[Member]]:
     seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
     here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]
     record = view.generation.record
-    # Of a generation that began in place a key may still say what it said before; in any other that is old.
+    # In a generation that began in place, a key from before it may still be true: its workers have only got new seats.
+    # In any other generation all workers are new, so an older key tells of workers that have ended.
     having = [entry for entry in here if entry.record.ready and entry.record.has_state]
     return [entry for entry in having if record.in_place or entry.record.generation == view.number]
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
-    """A member with as many workers ready as its report of a failure says, if that is newer than its key.
+    """The member with the workers that its report of a failure counts, if the report is newer than its key.
 
-    A report is written before the key. But a member that was cut off registers first, and only then says what has
-    happened since its last report. The key of a member that has not told yet that it has taken its seat is older than
-    what the seat was made of.
+    An agent writes a report before its key. But a member that was cut off registers first, and only then reports what
+    has happened since its last report. A key that does not yet name the present in-place generation is older than the
+    seat, so the seat's workers count.
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
         newer = report.record.model_dump(include={"ready", "new", "has_state"})
+        # Revisions order the two: they are counted by the store, not by a clock.
         return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
     seat = view.seat_of(entry.record)
     if seat is not None and _goes_on_unheard(view, entry):
@@ -372,16 +390,16 @@ def _with(entry: Stored[Member], newer: Mapping[str, object]) -> Stored[Member]:
 
 
 def _goes_on_unheard(view: View, entry: Stored[Member]) -> bool:
-    """Whether a member has a seat in place of which its key does not tell yet."""
+    """Whether a member has a seat in place that its key does not tell of yet."""
     return view.generation is not None and view.generation.record.in_place and entry.record.generation < view.number
 
 
 def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy | None, Stored[Member] | None]:
-    """The newest copy that one of these members holds, and its holder.
+    """The newest copy of the state that one of the members `chosen` holds, and its holder; (None, None) without one.
 
-    Only what is of the generation that is being replaced counts: a copy that its workers took or left, as reports tell
-    (the leader need not report to itself), or the one that it resumed from. It must descend from the head, which was
-    committed in that generation or is what it resumed from, and be newer.
+    Only a copy of the generation that is being replaced counts. Its workers took or left it, as reports tell (the
+    leader need not report to itself), or the generation itself resumed from it. The copy must descend from the head and
+    be newer. It does if the head was committed in that generation, or is what that generation resumed from.
     """
     view, me = led.view, led.me
     if view.generation is None:
@@ -404,7 +422,9 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
         elif me.record.incarnation == life and me.seated == before.number:
             copy = me.copy
         elif life == first:
-            copy = before.memory  # Its node keeps that until the next generation, whatever its workers do meanwhile.
+            # The node of rank 0 keeps the copy that the generation resumed from until the next generation, whatever its
+            # workers do.
+            copy = before.memory
         else:
             continue
         if copy is not None and copy.step > step:
@@ -413,9 +433,7 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
 
 
 def too_few(led: LeaderContext) -> Decision | None:
-    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for all members alike.
-
-    None when there are enough.
+    """What to do with fewer than min-nodes: wait, and at the deadline end the run for all members alike. None: enough.
     """
     view, spec, now = led.view, led.spec, led.now
     ready = len(candidates(view))
@@ -423,8 +441,9 @@ def too_few(led: LeaderContext) -> Decision | None:
         return None
     can = startable(view)
     if len(can) >= spec.min_nodes and view.generation is not None:
-        # Their workers wait with the state that they have, for those that set up beside them; but not for ever. Who is
-        # in this generation and has none yet is not waited for: without their group its workers end, or hang.
+        # Enough nodes live, but some have no worker ready. The workers with the state wait for those that set up beside
+        # them, though not for ever. Nodes whose key names this generation without a ready worker are not waited for:
+        # without their group these workers end or hang.
         troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
         enough_since = sorted(entry.ready_since or 0.0 for entry in can)[spec.min_nodes - 1]
         until = min(troubles, default=max(view.generation.since, enough_since)) + spec.join_timeout_s
@@ -443,10 +462,10 @@ def too_few(led: LeaderContext) -> Decision | None:
 
 
 def settled_at(led: LeaderContext) -> float:
-    """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
+    """When the first generation may begin: at once with max-nodes, else after a quiet time, but not later than a limit.
 
-    Quiet means that all members are ready and the last one came some time ago. The limit counts from when
-    min-nodes were ready.
+    Quiet means that all members are ready and the last one registered `settle_quiet_s` ago. The limit counts from when
+    min-nodes were ready. At least min-nodes members must be ready.
     """
     view, spec = led.view, led.spec
     ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
@@ -459,21 +478,22 @@ def settled_at(led: LeaderContext) -> float:
 
 
 def candidates(view: View) -> list[Stored[Member]]:
-    """Members that can be seated now: where workers go on in place, those that have workers ready for that."""
+    """The members that can get a seat now. In place these are only members with workers that are ready to go on."""
     can = startable(view)
     return [entry for entry in can if entry.record.ready] if go_on(view, can) else can
 
 
 def go_on(view: View, members: list[Stored[Member]]) -> bool:
-    """Whether one of these members has the state, so that no worker has to start anew."""
+    """Whether one of these `members` has the state, so that no worker has to start anew."""
     alive = {entry.record.incarnation for entry in survivors(view)}
     return any(entry.record.incarnation in alive for entry in members)
 
 
 def startable(view: View, *, draining: bool = False) -> list[Stored[Member]]:
-    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes).
+    """The members that can start workers: warm, not draining, in reach, and not leaving.
 
-    With `draining` those as well that drain and have workers that can go on in place.
+    A node that leaves reports so before its key goes, or with it. With `draining`, members that drain also count if
+    they have workers that can go on in place.
     """
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     members = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None or draining]
@@ -484,7 +504,7 @@ def startable(view: View, *, draining: bool = False) -> list[Stored[Member]]:
 
 
 def unavailable(view: View) -> list[Stored[Member]]:
-    """Members that did not answer the leader, with whom the next generation could only fail: newcomers and returned."""
+    """Newcomers and returned members that did not answer the leader's probe: a generation with them could only fail."""
     unheard = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
     if not unheard:
         return []
@@ -495,26 +515,26 @@ def unavailable(view: View) -> list[Stored[Member]]:
 
 
 def returned(entry: Stored[Member], verdict: Verdict) -> bool:
-    """Whether a member has registered (again) since it was asked: fenced, it may not know why, and comes back."""
+    """Whether a member has registered since it was probed. A fenced member may not know why, and comes back."""
     return entry.since > verdict.asked_at
 
 
 LONG_S = 3600.0
-"""A generation that has made steps for so long counts as progress, although no newer snapshot was seen: not every
-script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
+"""A generation that has made steps for this many seconds counts as progress, even if no newer snapshot was seen: not
+every script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
 
 
 def counting(led: LeaderContext, first: Failure) -> Restarts:
-    """The restarts once this failure is counted. After progress the count begins at one again.
+    """The restarts once the failure `first` is counted. After progress the count begins at one again.
 
-    Progress is a new committed step, or a step further than at any failure before: survivors keep it unsaved. A script
-    without a Loop commits none: there a generation makes progress when it makes more optimizer steps than any before
-    it, or some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a snapshot and
-    stepping from it: the time of the newest snapshot only grows, and one that a worker writes and reads itself does not
-    count.
+    Progress is a new committed step, or a step further than at any failure before: survivors keep that step unsaved. A
+    script without a Loop commits none. There a generation makes progress if it makes more optimizer steps than any
+    before, makes some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a
+    snapshot and stepping from it. The time of the newest snapshot only grows, and a snapshot that one worker both
+    writes and reads does not count.
 
-    A worker that was killed after a step of its own is as a lost node: others that have the state go on, and no restart
-    is spent. One that ends before its first step spends one, so this does not go on for ever either.
+    A worker that was killed after a step of its own is like a lost node: the others go on if they have the state, and
+    no restart is spent. A worker that ends before its first step spends one, so this does not go on for ever either.
     """
     before, reached = led.generation.restarts, led.reached
     progress = led.spec.restarts_reset and led.gets_further
@@ -530,7 +550,7 @@ def counting(led: LeaderContext, first: Failure) -> Restarts:
 
 
 def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
-    """The failure to blame, of all nodes': see `first_cause`. In the store's order."""
+    """The failure to blame among the `reports` of all nodes, in the store's order (see `first_cause`)."""
     ordered = [entry.record for entry in sorted(reports, key=lambda entry: entry.mod_revision)]
     failures = [record.failure for record in ordered if record.failure is not None]
     well = [(record.well, record.node) for record in ordered if record.status in ("finishing", "ok")]
@@ -540,15 +560,16 @@ def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
 
 
 def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
-    """The text of the first cause. A hang may have its cause on any node: then it is a part of each node's text."""
+    """The text of the first cause. For a hang, whose cause may be on any node, it has a part from each node's report.
+    """
     if not first.stalled:
         return first.text
     ordered = sorted(failed, key=lambda entry: entry.mod_revision)
     texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
     share = TEXT_MAX_BYTES // len(texts)
-    return "\n".join(cut(text, share - 2) for text in texts)  # A newline is two bytes.
+    return "\n".join(cut(text, share - 2) for text in texts)  # In JSON the newline takes two bytes.
 
 
 def list_names(nodes: Iterable[str]) -> str:
-    """Up to five names, and how many more."""
+    """Up to five names, and how many more there are."""
     return listed(sorted(nodes))

@@ -1,14 +1,14 @@
 """One member of a run, without I/O: what it knows, what it does next, and what it asks of the store. Pure.
 
-A `Member` reads no clock, opens no connection and starts no thread. Its driver goes round:
+A `Member` reads no clock, opens no connection and starts no thread. Its driver repeats these steps:
 
-    it hands over what has happened     member.handle(event, now)
+    it hands over events                member.handle(event, now)
     it asks what to do                  member.decide(now): a Decision with its reason
-    it does that                        run(member.carry_out(decision)), or with the workers of its node
-    it says what has failed             member.failed(error, now)
+    it carries that out                 run(member.carry_out(decision)), or with the workers of its node
+    it reports a failed request         member.failed(error, now)
 
-`run` carries out the requests of a conversation (see `requests`). An agent, torchrun's plug-in and the tests are such
-drivers. They differ in whose workers there are.
+`run` carries out the requests of a conversation (see `requests`). The drivers are the agent, torchrun's plug-in and the
+tests. They differ in who starts the workers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreUnavailable, 
 
 @dataclass(frozen=True)
 class Probed:
-    """What asking one life of a node has found."""
+    """The `verdict` of a probe on one life of a node, `incarnation`."""
 
     incarnation: str
     verdict: Verdict
@@ -64,9 +64,10 @@ class Joining:
     Attributes:
         timeout_s: the longest time in seconds to find a place.
         etcd_wait_s: the longest time in seconds for which etcd may not answer.
-        again: whether a run that has succeeded is to be run once more.
-        named: whether people have chosen the node's name; else another one is taken when a live agent has it.
-        too_late: what is raised after `timeout_s`.
+        again: whether to run a run once more that has succeeded.
+        named: whether a person has chosen the node's name. A name that nobody has chosen is changed if a live agent has
+            it.
+        too_late: the error to raise after `timeout_s`.
     """
 
     timeout_s: float
@@ -80,18 +81,18 @@ class Member:
     """The member's state, and all that changes it.
 
     Args:
-        me: its own state at first.
-        run_id: the run's.
+        me: the member's own state at first.
+        run_id: the run.
         token: draws 64 random bits, as 16 hex digits.
-        say: tells people.
-        note: takes what an operator may want to know.
-        seats_per_chunk: of the rosters that it writes.
+        say: takes messages for people.
+        note: takes messages that an operator may want to see.
+        seats_per_chunk: seats in a chunk of the rosters that this member writes, on average.
 
     Attributes:
-        me: its own state.
-        replica: its copy of the run's keys.
-        lease_id: what its key is bound to.
-        outage: the state of the way to etcd.
+        me: the member's own state.
+        replica: the member's copy of the run's keys.
+        lease_id: the lease that the member's key is bound to.
+        outage: whether and since when etcd has not answered.
     """
 
     def __init__(
@@ -112,22 +113,22 @@ class Member:
         self._say = say
         self._note = note
         self._seats_per_chunk = seats_per_chunk
-        # The key of this node's newest report, and its mod revision; None while it is not known what became of a try.
+        # The key of this node's newest report, and its mod revision; None while the outcome of a write is unknown.
         self._filed: dict[str, int | None] = {}
 
     @property
     def view(self) -> View:
-        """What it knows of its run."""
+        """What the member knows of its run."""
         return self.replica.view
 
     def _change(self, **fields: object) -> None:
         """Change what the member's key should say."""
         self.me = replace(self.me, record=self.me.record.model_copy(update=fields))
 
-    # What has happened.
+    # Events.
 
     def handle(self, event: Notice | SessionState | Probed | Heard, now: float) -> None:
-        """Take note of an event."""
+        """Take note of an event. It changes the state; `decide` draws the conclusions."""
         match event:
             case Notice():
                 self.replica.absorb(event, now)
@@ -141,8 +142,10 @@ class Member:
 
     def _lease_changed(self, state: SessionState, now: float) -> None:
         if state.lease_id and state.lease_id != self.lease_id:
-            return  # About a lease that has been replaced meanwhile.
-        if self.me.lease != "lost":  # One that has ended, or was given up, is followed by another one alone.
+            # The event is about a lease that has been replaced meanwhile.
+            return
+        # A lease that has ended, or was given up, never recovers. Only `Register` gets a new one.
+        if self.me.lease != "lost":
             self.me = replace(self.me, lease=state.word)
         if state.word != "connected":
             self._note(f"lease {state.word}: {state.reason}")
@@ -151,9 +154,9 @@ class Member:
             self.outage.alone_since = None
 
     def failed(self, error: StoreError, now: float) -> float:
-        """A request has failed that was to be carried out. Returns when to decide again, 0 for at once.
+        """Take note of a request that failed. Returns when to decide again on the member's clock, 0 for at once.
 
-        Raises what cannot be ridden out.
+        Raises an `error` that cannot be ridden out.
         """
         match error:
             case StoreUnavailable():
@@ -167,33 +170,38 @@ class Member:
                 return self.outage.refused(error, now)
         raise error
 
-    # What to do.
+    # Decisions.
 
     def catch_up(self) -> Me:
-        """Its own state, which is to be described and given back before `decide`."""
-        # Also a generation that this member has no part in: another store must not publish it a second time.
+        """The member's own state, which the driver brings up to date and stores in `me` before it calls `decide`."""
+        # A generation without a seat for this member counts as well: another store must not publish its number a second
+        # time.
         if self.view.number > self.me.known:
             self.me = replace(self.me, known=self.view.number)
         return self.me
 
     def decide(self, now: float) -> Decision:
-        """What to do next, and why. What is decided on an old view may only concern this node."""
+        """What to do next, and why. While the view may be old, only decisions about this node are made."""
         if self.outage.since is None:
             return decide(self.me, self.view, now)
         if now - self.outage.since > RIDE_THROUGH_S:
             return Halt(f"etcd has not answered for {RIDE_THROUGH_S:g} s", EXIT_STORE)
+        # With a suspended lease `decide` writes nothing, but still ends workers whose generation is over.
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
     def listens_to(self, now: float) -> Sequence[Seat]:
-        """Whom to ask which generation they are in, while etcd does not answer, or the lease is overdue."""
+        """The seats to ask for their generation now.
+
+        There are none unless workers run here and etcd does not answer or the lease is overdue.
+        """
         if not self.me.running or (self.outage.since is None and self.me.lease != "suspended"):
             return ()
         return self.outage.listens_to([seat for seat in self.view.order() if seat.node != self.me.record.node], now)
 
     def carry_out(self, decision: Decision) -> Conversation[bool]:
-        """Do what a decision asks of the store; the driver does the rest.
+        """Carry out the part of a decision that needs the store. The driver does the rest.
 
-        Returns whether it took effect. If not, everything has been read again.
+        Returns whether the decision took effect. If not, everything has been read again.
         """
         match decision:
             case Rejoin():
@@ -243,13 +251,16 @@ class Member:
         )
 
     def _file(self, report: Report) -> Conversation[bool]:
-        """Store a report."""
-        keys, view = self.replica.keys, self.view  # A look at another store would empty the view.
+        """Store a report. Returns whether it took effect."""
+        # The view is taken first: if another store answers the read below, the replica empties its view.
+        keys, view = self.replica.keys, self.view
         key = keys.report(report.generation, report.node)
         before = self._filed.get(key, 0)
-        if before is None:  # The try before may have arrived, though its answer did not.
+        # The last write may have arrived although its answer did not.
+        if before is None:
             found = yield from self.replica.look_up(key)
             before = found.mod_revision if found is not None else 0
+        # While the write is under way its outcome is unknown, also if the conversation is cut off here.
         self._filed = {key: None}
         revision = yield from self.replica.write(transactions.file(keys, view, report, before))
         if not revision:
@@ -259,15 +270,16 @@ class Member:
         return True
 
     def _publish(self, decision: Publish) -> Conversation[bool]:
-        """Write the roster, then swap the generation; take the roster back if another leader was faster."""
+        """Write the roster, then swap the generation. The roster is taken back if another leader was faster."""
         keys, before = self.replica.keys, self.view.generation
         chunks = roster_chunks(decision.seats, self._seats_per_chunk)
         seats = () if chunks else decision.seats
         generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks), seats=seats)
+        # A member reads its seat as soon as it sees the generation, so the roster has to be there before.
         for txn in transactions.roster(keys, generation.nonce, chunks):
             yield Transact(txn)
         absent = sorted(self.view.seats.keys() - self.view.members.keys())
-        # A key that somebody has overwritten is no member's, and there it stays.
+        # A member key that holds something foreign exists, so comparing its absence would fail every time.
         absent = [node for node in absent if keys.member(node) not in self.view.unreadable]
         txn = transactions.publish(keys, self.view, generation, before.record if before else None, absent)
         discard = transactions.discard_roster(keys, generation.nonce) if chunks else None
@@ -278,21 +290,23 @@ class Member:
         return True
 
     def begin_life(self) -> None:
-        """Become a newcomer, whatever this node was."""
+        """Become a newcomer: a new incarnation, without a lease, a generation or a report."""
         self._change(incarnation=self._token(), generation=0)
-        # The claim of a preparation that this life was building ends with its lease.
+        # The lease is given up on purpose. A data preparation that the old life was building is claimed by that lease,
+        # and ends with it.
         self.me = replace(self.me, report=None, filed=None, failed_at=None, lease="lost")
 
     def drain(self) -> None:
-        """Tell the leader that this node is to hand over and leave."""
+        """Say in the member key that this node is to hand over and leave."""
         self._change(draining=True)
 
     def has_ended(self, result: Result) -> None:
-        """Take note of the run's `result`, which the store is not there any more to tell."""
+        """Take note of the run's `result`, if the store has ended and cannot tell it any more."""
         self.replica.view = replace(self.view, latest=Stored(result, 0, 0, 0.0))
 
     def begin_anew(self) -> None:
-        """Begin another life in another store, which takes the place of one that was lost."""
+        """Begin another life in another store, which replaces a store that was lost."""
+        # `seen` keeps the highest number of the lost store, so that the next leader publishes a higher one.
         me = self.me
         self._change(incarnation=self._token(), generation=0, seen=max(me.record.seen, me.known))
         self.me = Me(self.me.record, me.spec, started=me.started, running=me.running, pause_s=me.pause_s)
@@ -304,16 +318,16 @@ class Member:
     # Questions that go past the view.
 
     def newest_head(self) -> Conversation[Commit | None]:
-        """The newest committed checkpoint, which only the leader follows."""
+        """Read the newest committed checkpoint. Only the leader's view has it."""
         found = yield from self.replica.record(Commit, self.replica.keys.checkpoint)
         return None if found is None else found[0]
 
-    # Coming and going.
+    # Joining and leaving.
 
     def join(self, how: Joining) -> Conversation[Result | None]:
-        """Get a lease and a key, and read a first view. A Result when the run has succeeded before.
+        """Get a lease and a key, and read a first view. Returns the result if the run has succeeded before, else None.
 
-        The member's name can be another one afterwards. Raises DuplicateError, StoreError, `how.too_late`.
+        The member may have another name afterwards. Raises DuplicateError, StoreError, and `how.too_late`.
         """
         yield from ride_out(self.renew, how.etcd_wait_s, self._note)
         entered = yield from self._enter(how)
@@ -331,7 +345,8 @@ class Member:
         self.lease_id = lease.lease_id
 
     def _enter(self, how: Joining) -> Conversation[Entered | Result]:
-        """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
+        """Register, in spite of other newcomers, a key of an old life, or another agent with the same name."""
+        # A pause of 0 s only asks the driver for the time.
         _, now = yield Pause(0.0)
         deadline = now + how.timeout_s
         name, tries, gone_at = self.me.record.node, 1, math.inf
@@ -351,12 +366,14 @@ class Member:
                 run_id = self.replica.keys.run_id
                 raise DuplicateError(_other_options(run_id, answer.unlike) if answer.unlike else _same_name(other))
             elif how.named or answer.unlike:
-                # Nobody answers, as after a power loss. Only a live agent keeps its key for longer than its lease.
+                # The owner does not answer, as after a power loss. Only a live agent keeps its key for longer than its
+                # lease, so a key that outlives two lease terms has a live owner.
                 if gone_at == math.inf:
                     gone_at = now + 2 * answer.lease_ttl_s
                     self._say(_waits_for(other, answer))
                 yield Pause(LOOK_AGAIN_S)
             else:
+                # No person has chosen this name, so another one is as good.
                 tries += 1
                 self._change(node=f"{name}-{tries}")
                 self._forget()
@@ -366,19 +383,24 @@ class Member:
         try:
             me = self.me
             return (yield from registration.enter(self.replica, me.spec, me.record, self.lease_id, again=again))
-        except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
+        # A machine may stand still for longer than a lease before its agent is a member. It can still become one.
+        except LeaseLost as error:
             self._note(f"{error}; registering with another one")
             yield from self.renew()
             return None
 
     def leave(self, *, seat_too: bool) -> Conversation[None]:
-        """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
+        """Delete the member's own key at once.
+
+        With `seat_too` the member's seat is given up as well, so that the other nodes need not probe it.
+        """
         record, last = self.me.record, self.me.report
 
         def left(view: View) -> Report | None:
             if not seat_too or view.seat_of(record) is None:
                 return None
-            # It replaces the last report in the store: a failure that no restart can cure must not be lost.
+            # This report replaces the last one in the store. A failure that no restart can cure must not be lost with
+            # it.
             failure = last.failure if last is not None and last.generation == view.number else None
             life = record.incarnation
             return Report(generation=view.number, node=record.node, incarnation=life, status="left", failure=failure)
@@ -387,7 +409,7 @@ class Member:
 
 
 def _waits_for(other: MemberRecord, kept: Kept) -> str:
-    """What a newcomer waits for whom such a key keeps out."""
+    """What a newcomer waits for while such a key keeps it out, in words for people."""
     gone = f"the agent of node {other.node} does not answer at {other.address}"
     begun = f"the run had other options ({kept.unlike})" if kept.unlike else "it has this node's name"
     return f"{gone}, and {begun}: waiting until its lease ends, {2 * kept.lease_ttl_s:g} s at most"

@@ -1,16 +1,16 @@
-"""Changes that are planned: nodes join or drain, a run is resized, and the handover makes it lossless. Pure.
+"""Planned changes: nodes join or drain, a run is resized. The handover makes them lossless. Pure.
 
 A planned change stops all workers together at an agreed step, in two rounds through the store:
 
     leader: handover {step 0}      "hold": every agent makes its workers hold at the end of their present step,
-    agents: report "holding"       and says how far one of them has been let in (`entered`);
-    leader: handover {step T}      "go": T is the furthest of these. None is past it, and one that is behind runs on,
-    agents: report "held"          because others' collectives need it. After T the state is copied to memory;
-    leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.
+    agents: report "holding"       and reports the furthest step that one of them has been let into (`entered`);
+    leader: handover {step T}      "go": T is the furthest of these. No worker is past it. A worker that is behind
+    agents: report "held"          runs on to T, because the others' collectives need it. Then the state is copied;
+    leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing is done twice.
 
-A failure, or silence for too long, voids it: the generation is then replaced as after a failure, and resumes from a
-copy of this very generation if a seated member states one, else from the head. A join is given up instead. Scripts
-without a Loop have no `entered`; they are re-formed at once, as torchrun would.
+A failure, or silence for too long, voids the handover. The generation is then replaced as after a failure. It resumes
+from a copy of this very generation if a seated member states one, else from the head. A late join is given up instead.
+Scripts without a Loop have no `entered`; they are re-formed at once, as torchrun would do.
 """
 
 from __future__ import annotations
@@ -38,19 +38,26 @@ from elasticrt.rendezvous.records import HandoverRecord, Member
 from elasticrt.rendezvous.view import Stored, View
 
 JOIN_COST_FACTOR = 20
-"""A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
+"""The next planned re-form may come when this many times the cost of the last one has passed. So planned re-forms take
+at most 5 % of the time."""
 
 HOLD_S_MAX = 2.0
-"""Agents answer a "hold" at once, whatever their workers do."""
+"""Seconds that the leader waits for the answers to "hold". Agents answer at once, whatever their workers do."""
 
 HOLDING_S = 0.25
-"""Whoever waits for an answer in a handover asks after this time whether the other lives: workers that hold wait for
-nobody, so that none fails of its end. A handover usually takes some 10 ms."""
+"""Seconds without an answer in a handover after which the late agent is probed. Workers that hold wait for no other
+worker, so a dead node makes none of them fail. A handover usually takes some 10 ms."""
 
 
 @dataclass(frozen=True)
 class Reconfiguration:
-    """A planned change that may happen now. `save`: too few nodes remain, so the state goes to disk."""
+    """A planned change that may happen now.
+
+    Attributes:
+        kind: what changes.
+        cause: why, in words for people.
+        save: whether the state goes to disk, because too few nodes remain.
+    """
 
     kind: Literal["join", "drain", "resize"]
     cause: str
@@ -58,21 +65,29 @@ class Reconfiguration:
 
 
 def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], float]:
-    """In a handover: the last time to ask whether those live that are waited for, if there was one, and the next.
+    """When to probe the agents that a handover waits for: the last such time up to `now` (a list, maybe empty), and the
+    next.
 
-    Each comes twice as late as the one before, as a long step may be what all wait for.
+    Each time is twice as late after the request as the one before, because a long step may be what all wait for.
+
+    Args:
+        asked: the handover.
+        now: the member's monotonic clock, in seconds.
     """
+    # HOLDING_S times the largest power of two that has passed: at half of HOLDING_S or less it is below the first
+    # probe.
     late_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - asked.since, HOLDING_S / 2) / HOLDING_S))
     return [asked.since + late_s] if late_s >= HOLDING_S else [], asked.since + 2 * late_s
 
 
 def handing_over(me: Me, view: View) -> Decision | None:
-    """A member's part: make its workers hold, go or go on, as the record says. None when there is nothing to do."""
+    """A member's part of a handover: make its workers hold, leave or go on, as the record says. None: nothing to do."""
     asked = view.handover
     if me.running != view.number:
         return None
     if asked is None:
         return ReleaseHold("the handover was given up") if me.holding else None
+    # A handover that is given up and asked for again has another create revision, so its workers have to hold again.
     if me.holding != asked.create_revision:
         return Hold(f"asked to hold: {asked.record.cause}", asked.create_revision)
     if asked.record.step and me.going != asked.record.step:
@@ -81,7 +96,7 @@ def handing_over(me: Me, view: View) -> Decision | None:
 
 
 def planned(led: LeaderContext) -> Decision:
-    """The leader's part: what to change, and how far its handover is."""
+    """The leader's part: what to change, and how far the handover for it is."""
     if led.generation.waits:
         return _after_waiting(led)
     wish = _wish(led)
@@ -91,7 +106,7 @@ def planned(led: LeaderContext) -> Decision:
             return Withdraw(f"given up: {wish.reason}")
         if asked is None:
             return wish
-        # Too late to give it up: some may have left.
+        # It is too late to give the handover up: some workers may have left already.
         still = led.leaving or any(_has_more(led, entry) for entry in candidates(led.view))
         cause = asked.record.cause if still else f"given up too late: {asked.record.cause}"
         wish = Reconfiguration("drain", cause, asked.record.save)
@@ -112,8 +127,10 @@ def planned(led: LeaderContext) -> Decision:
 
 
 def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
-    """The agreed step does not end. Where a node leaves that has the state, it leaves only when that is saved: whoever
-    keeps the others waiting may be ended, and may be all that is left.
+    """The agreed step does not end, so the next generation comes without it.
+
+    If a node with the state leaves, it first waits until the state is saved. The worker that keeps the others waiting
+    may be ended, and the leaving node may hold the last copy of the state.
     """
     members = startable(led.view, draining=True)
     if led.leaving and go_on(led.view, members):
@@ -123,7 +140,8 @@ def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
 
 
 def _after_waiting(led: LeaderContext) -> Decision:
-    """The generation waits for nodes: as soon as there are enough, and who leaves has saved, the next one follows."""
+    """The present generation waits for nodes. The next follows when there are enough and the leaving nodes have saved.
+    """
     missing, until = [seat for seat in led.seats if led.key_of(seat) and not led.said(seat, "held")], left_until(led)
     if led.leaving and missing and led.now < until:
         return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)
@@ -132,7 +150,7 @@ def _after_waiting(led: LeaderContext) -> Decision:
         return short
     if led.leaving:
         return re_form(led, "drain", f"{list_names(seat.node for seat in led.leaving)} drained")
-    # Where they wait no more for newcomers to set up, all that can start do so.
+    # When the time for newcomers to set up beside the others is over, all members that can start workers take part.
     ready = candidates(led.view)
     ready = ready if len(ready) >= led.spec.min_nodes else startable(led.view)
     new = [entry.record.node for entry in ready if _has_more(led, entry)]
@@ -142,16 +160,18 @@ def _after_waiting(led: LeaderContext) -> Decision:
 
 
 def _after_hold(led: LeaderContext, wish: Reconfiguration, asked: Stored[HandoverRecord]) -> Decision:
-    """All have been asked to hold: when all have said how far they are, agree on the furthest."""
+    """All workers have been asked to hold: when every agent has answered, agree on the furthest step."""
     missing = led.to_answer
     entered = [led.view.reports[seat.node].record.entered for seat in led.seats if seat not in missing]
+    # A worker without a Loop has no step to agree on.
     if 0 in entered:
         return re_form(led, wish.kind, wish.cause)
     until = asked.since + HOLD_S_MAX
     if missing and led.now < until:
         until = min(until, ask_times(asked, led.now)[1])
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
-    # Who runs it and does not answer may just have ended. Who has not begun it, as a build goes on there, has no step.
+    # A node that runs the generation and does not answer may just have ended. A node whose workers have not begun it,
+    # for example because a data preparation is still building there, has no step to report. A join can wait for both.
     if missing and wish.kind == "join" and all(led.runs(seat) for seat in missing):
         return Withdraw(f"given up: {list_names(seat.node for seat in missing)} did not answer")
     if missing:
@@ -163,8 +183,8 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, asked: Stored[Handove
 def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
     """More nodes drain since the step was agreed, and too few remain: the copies of that step would leave with them.
 
-    So all of them go on until they have saved together. This is how a whole job ends whose nodes get their signals one
-    after the other. Where others are lost meanwhile, those that are left are too few for a step, and save at once.
+    So all of these nodes go on until they have saved together. A whole job whose nodes get their signals one after the
+    other ends this way. If more nodes are lost meanwhile, those that are left are too few for a step, and save at once.
     """
     leaving = [led.view.members[seat.node] for seat in led.leaving]
     members = [*candidates(led.view), *leaving]
@@ -175,16 +195,17 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
 
 
 def _wish(led: LeaderContext) -> Reconfiguration | Wait:
-    """What should change now, else why not.
+    """The planned change that should happen now, or a `Wait` with the reason why none should.
 
-    Members that drain go first, newcomers come in with them. After a resize there are seats beyond max-nodes, or fewer
-    than min-nodes. Workers that can only be ended train on with these: the minimum then counts from the next change on.
+    Draining members go first, and newcomers come in with them. After a resize there may be seats beyond max-nodes, or
+    fewer than min-nodes. Workers that can only be ended, because they cannot go on in place, train on with too few
+    nodes: the new minimum then counts from the next change on.
     """
     if led.view.ended:
         return Wait("closing: a worker has ended, nobody joins any more")
     if led.leaving:
         save = len(candidates(led.view)) < led.spec.min_nodes or len(led.leaving) == len(led.seats)
-        # Who holds the copy that the others resume from leaves when they have done so.
+        # The node that holds the copy from which the other nodes resume leaves only when they have resumed.
         stays = save or (led.generation.memory is not None and led.seats[0] in led.leaving)
         if stays and _is_starting(led):
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
@@ -200,7 +221,7 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
 def _is_starting(led: LeaderContext) -> bool:
     """Whether the workers have still to come to their first step, as far as the leader knows.
 
-    One without a seat knows of workers that can go on in place whether they have the state. Of others it only knows how
+    A leader without a seat knows of workers in place whether they have the state. Of other workers it only knows how
     long they have been starting.
     """
     if led.me.running == led.generation.number:
@@ -209,13 +230,14 @@ def _is_starting(led: LeaderContext) -> bool:
 
 
 def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
-    """Let newcomers in, unless the run is full, or has just re-formed."""
+    """The join of newcomers, or a `Wait` if the run is full, still starting, or has just re-formed."""
     spec, after_loss = led.spec, _is_after_loss(led)
     since = {
         entry.record.node: entry.ready_since
         for entry in candidates(led.view)
         if entry.ready_since is not None and (spec.join != "failure" or after_loss) and _has_more(led, entry)
     }
+    # A node with a seat that has more workers ready brings no new node, so it needs no room.
     room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
     if not since:
         return Wait("training")
@@ -224,6 +246,7 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
     if led.me.starting:
         return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
     ready = sorted(since.values())
+    # Newcomers that arrive close together share one re-form. If they fill the run, there is nothing more to wait for.
     quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
     paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" and not after_loss else 0.0)
     if led.now < max(quiet, paid):
@@ -232,12 +255,15 @@ def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
 
 
 def _is_after_loss(led: LeaderContext) -> bool:
-    """Whether the last change was a loss that workers have lived through: newcomers come in after that, not with it."""
+    """Whether the last change was a loss that workers have lived through.
+
+    Newcomers then come in by a handover after it, and not in the same generation.
+    """
     return led.generation.in_place and led.generation.kind in ("failure", "lost")
 
 
 def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:
-    """Who is let in: nodes, and workers of nodes that take part already."""
+    """The cause of a join, in words: new nodes, and new workers of nodes that take part already."""
     members = led.view.members.values()
     seated = {entry.record.node for entry in members if led.view.seat_of(entry.record) is not None}
     new, again = set(nodes) - seated, seated.intersection(nodes)
@@ -247,9 +273,9 @@ def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:
 
 
 def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
-    """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has.
+    """Whether a member has workers that could be let in: it has no seat, or more workers ready than its seat has.
 
-    A key that tells of workers in an earlier generation has still to tell what has become of them.
+    A key that names an earlier generation does not count. Its agent has still to tell what became of those workers.
     """
     if 0 < entry.record.generation < led.view.number:
         return False

@@ -1,7 +1,7 @@
 """Keys and values in the store. Pure.
 
-All keys of a run start with `/elasticrt/<run id>/`. Values are JSON objects with a version, checked strictly when they
-are read: a value of another shape is refused by name, never guessed at, and never more than data.
+All keys of a run start with `/elasticrt/<run id>/`. Values are JSON objects with a version. They are checked strictly
+when they are read: a value of another shape is refused by name, never guessed at, and never treated as more than data.
 
     spec                  RunSpec and attempt                                   no lease
     members/<node>        a live node: its incarnation and state                the member's lease
@@ -30,11 +30,12 @@ from elasticrt.spec import RunSpec
 from elasticrt.text import cut, known
 
 VALUE_MAX_BYTES = 64 * 1024
-"""The largest are some seats of a roster, and a head in the longest of directories."""
+"""The largest values are a chunk of a roster, and a head in a directory with the longest of paths."""
 
 VERSION_MAX_BYTES = 128
 SEATS_PER_CHUNK = 16
-"""What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `outage`)."""
+"""Few seats, because a node reads a whole chunk to find its own. But enough of them that the node knows other agents to
+ask while etcd does not answer (see `outage`)."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -44,7 +45,10 @@ Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 
 
 def words(bytes_max: int) -> BeforeValidator:
-    """Of a text for people: it is `cut` when the record is made, so that a sender need not think of its size."""
+    """A validator for a text for people: it is `cut` to `bytes_max` when the record is made.
+
+    So a sender need not think of the text's size.
+    """
     return BeforeValidator(lambda text: cut(text, bytes_max) if isinstance(text, str) else text)
 
 
@@ -53,13 +57,16 @@ class UnreadableRecord(StoreError):  # noqa: N818  It describes the record, not 
 
 
 class Record(BaseModel):
-    """Base of everything that is stored: immutable, nothing extra, no type conversions, a version."""
+    """Base of everything that is stored: immutable, with a version, without extra fields or type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     v: Literal[1] = 1
 
     def encode(self) -> bytes:
-        """The value to store. AssertionError for one that can't be read: its writer must fail, not its readers."""
+        """The value to store.
+
+        Raises AssertionError for a record that cannot be read back: its writer must fail, not its readers.
+        """
         value = self.model_dump_json(exclude_none=True).encode()
         try:
             decode(type(self), "a new one", value)
@@ -72,11 +79,11 @@ R = TypeVar("R", bound=Record | Commit)
 
 
 _adapters: dict[type[Any], TypeAdapter[Any]] = {}
-"""What parses each kind of record, made when the first of a kind is read."""
+"""The parser of each kind of record, made when the first record of the kind is read."""
 
 
 def decode(kind: type[R], key: str, value: bytes) -> R:
-    """Parse a stored value strictly. Raises UnreadableRecord naming the key and the first thing wrong."""
+    """Parse a stored value strictly. Raises UnreadableRecord that names the key and the first thing wrong."""
     if len(value) > VALUE_MAX_BYTES:
         problem = f"{len(value)} bytes; expected at most {VALUE_MAX_BYTES}"
     else:
@@ -99,9 +106,13 @@ def decode(kind: type[R], key: str, value: bytes) -> R:
 
 
 class SpecRecord(Record):
-    """The agreed options, and which attempt at this run id this is (counted from 1).
+    """The agreed options of a run.
 
-    `resized`: the numbers of nodes were changed while the run was alive, so newcomers need not know them.
+    Attributes:
+        spec: the options.
+        attempt: which attempt at this run id this is, counted from 1.
+        resized: the numbers of nodes were changed while the run was alive, so a newcomer need not have the same
+            numbers.
     """
 
     spec: RunSpec
@@ -112,16 +123,28 @@ class SpecRecord(Record):
 class Member(Record):
     """A node in one life.
 
-    `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
-    `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
-    the present one, or have set up beside it, as so many `new` ones have; `has_state`: whether one has the run's state.
-    `goes_on`: written by the leader, which sees all members: the generation of which workers can go on, on whichever
-    node; 0 when it sees none.
-    `ended`: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
-    ended well. `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store,
-    should this member be rank 0 there. `probe_port`: answers whether this life still lives. `drain_s`: the seconds for
-    which it waits for a handover before it leaves without one. `node_rank`: where it would like to sit among newcomers;
-    None: behind those that say.
+    Attributes:
+        node: the node's name.
+        incarnation: identifies this life of the node.
+        address: where the other nodes reach this one.
+        pid: the agent's process id.
+        workers: how many workers the node starts.
+        probe_port: the port that answers whether this life still lives.
+        port: a bound socket for the store of the next generation, should this member have rank 0 there.
+        warm: whether the node can start workers at once.
+        draining: whether the node wants to leave.
+        generation: the generation whose workers the node runs, 0 for none.
+        ready: how many of its workers can go on in the next generation without being started for it. They take part in
+            the present one, or have set up beside it.
+        new: how many of the `ready` workers have set up beside the present generation.
+        has_state: whether one of these workers has the run's state.
+        goes_on: written by the leader, which sees all members: the generation of which workers on some node can go on;
+            0 when it sees none.
+        ended: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
+            ended well.
+        seen: the highest generation that the node knows of, in any store.
+        drain_s: for how many seconds the node waits for a handover before it leaves without one.
+        node_rank: the place that the node asks for among newcomers; None: behind those that ask for one.
     """
 
     node: Name
@@ -145,7 +168,10 @@ class Member(Record):
 
 
 class Seat(BaseModel):
-    """One member's place in a generation: its ranks are `rank_offset` ... `rank_offset + workers - 1`."""
+    """One member's place in a generation: its ranks are `rank_offset` ... `rank_offset + workers - 1`.
+
+    `index` is the node's group rank, counted from 0 in rank order. The other fields are those of the `Member`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     node: Name
@@ -158,16 +184,20 @@ class Seat(BaseModel):
 
 
 class RosterChunk(Record):
-    """Some of a generation's seats. A node finds its own seat in chunk `chunk_of(node, chunks)`."""
+    """Some of a generation's seats. The seat of a node is in chunk `chunk_of(node, chunks)`."""
 
     seats: tuple[Seat, ...] = Field(strict=False)
 
 
 class HandoverRecord(Record):
-    """The leader asks all workers of a generation to stop together.
+    """The leader's request that all workers of a generation stop together.
 
-    `step` 0: hold, and report how far workers have been let in. Otherwise: all leave after that step; with `save`, rank
-    0 commits a checkpoint first, because too few nodes remain to hold the state in memory.
+    Attributes:
+        generation: the generation that is handed over.
+        cause: why, in words for people.
+        step: 0 in the first round: hold, and report how far workers have been let in. Otherwise all leave after this
+            step.
+        save: rank 0 commits a checkpoint before it leaves, because too few nodes remain to hold the state in memory.
     """
 
     generation: Annotated[int, Field(ge=1)]
@@ -179,9 +209,14 @@ class HandoverRecord(Record):
 class Restarts(BaseModel):
     """The failures of an attempt so far, and how far the run had come at the last one that was counted.
 
-    `spent` counts failures since there was progress, `total` all of this attempt. `step` is the head's step at the last
-    one; `beats` the most that any failure has told by then (see `Failure`), `loaded` the time of the newest snapshot
-    that one had gone on from, in microseconds since the epoch; `early` the failure's, if it came before the first step.
+    Attributes:
+        spent: failures since there was progress.
+        total: all failures of this attempt.
+        step: the head's step at the last failure.
+        beats: the most steps that any failure has told of by then (see `Failure`).
+        loaded: when the newest snapshot was written that a failed worker had gone on from, in microseconds since the
+            epoch.
+        early: `Failure.early` of the last failure, "" if it came after the first step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -196,17 +231,25 @@ class Restarts(BaseModel):
 class Draft(Record):
     """One agreed membership, as the leader has decided it.
 
-    `in_place`: its workers run already: those of the generation before go on, and the others have set up beside it. All
-    state comes from the living. Else every worker is started anew.
-
-    `waits`: there are too few nodes for a step. Its workers, which go on in place, agree on the newest state, rank 0
-    saves it, and all hold it until a generation with enough nodes follows.
-
-    `last`: as for `waits`, but the run ends with this failure as soon as that is saved.
-
-    `reached`: the step that all had agreed on and finished before it; 0 where no handover led to it.
-
-    `resume`, `memory`: as `resume` and `copy` of `WorkerEnv`; the node with rank 0 has the copy.
+    Attributes:
+        number: the generation's number, counted from 1.
+        attempt: the attempt at the run that the generation belongs to.
+        nodes: how many nodes take part.
+        world_size: how many workers take part.
+        master_address: where rank 0's node serves the generation's store.
+        master_port: the port of that store.
+        cause: why the generation was made, in words for people.
+        kind: the same as one word.
+        in_place: whether the workers run already: those of the generation before go on, and the others have set up
+            beside it. All state then comes from living workers. Otherwise every worker is started anew.
+        waits: whether there are too few nodes for a step. The workers, which go on in place, agree on the newest state.
+            Rank 0 saves the state, and all hold it until a generation with enough nodes follows.
+        last: like `waits`, but the run ends with this failure as soon as the state is saved.
+        restarts: the failures so far.
+        reached: the step that all workers had agreed on and finished before this generation; 0 if no handover led to
+            it.
+        resume: the head to resume from, as in `WorkerEnv`.
+        memory: the copy to resume from instead, as `copy` in `WorkerEnv`. The node with rank 0 holds the copy.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -227,10 +270,15 @@ class Draft(Record):
 
 
 class Generation(Draft):
-    """A draft as it is published: with a nonce that no other has, by which its roster is found.
+    """A draft as it is published.
 
-    The seats of a small one are in it: a read less between a change and the workers' new seats. Of a larger one each
-    node reads the chunk that its own seat is in.
+    A small generation has its seats in the record itself: this saves a read between a change and the workers' new
+    seats. Of a larger one each node reads only the roster chunk with its own seat.
+
+    Attributes:
+        nonce: unique to this generation; the keys of its roster contain it.
+        chunks: how many chunks the roster has, 0 if `seats` has all seats.
+        seats: all seats of a small generation.
     """
 
     nonce: Hex16
@@ -241,19 +289,26 @@ class Generation(Draft):
 class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
-    "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
-    others of this node have been killed; "left": the node left on purpose, after `failure` if it has one.
-
-    "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
-    let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy
-    of their state, or the one that the generation resumed from, if this node keeps one: with "held" that of the agreed
-    step, unless there was no memory for it; with "failed", where `ready` workers live and can go on, an older one; with
-    "ok" what others may resume from, should one of them still fail.
-    `handover` is the create revision of the record that asked for it.
-
-    `ready`, `new`, `has_state`: as in `Member`.
-
-    `well` is the global rank of the first worker that ended well, with "finishing" and "ok".
+    Attributes:
+        generation: the generation that the report is about.
+        node: the node that reports.
+        incarnation: the life of the node.
+        status: "holding": the workers hold, or will at the end of their step. "held": they have left after the agreed
+            step. "finishing": a first worker ended well, the others still run. "ok": all ended well. "failed": one did
+            not end well; the others of this node have been killed, or are `ready` to go on. "left": the node left on
+            purpose, after `failure` if there is one.
+        failure: the node's failure.
+        handover: the create revision of the record that asked the workers to hold.
+        entered: with "holding": the furthest step that one of the workers has been let into, 0 if one of them has no
+            Loop.
+        memory: the newest copy of the workers' state, or the one that the generation resumed from, if this node keeps
+            one. With "held" it is the copy of the agreed step, unless there was no memory for it. With "failed", where
+            `ready` workers live and can go on, it is an older one. With "ok" it is what other workers may resume from,
+            should one of them still fail.
+        ready: as in `Member`.
+        new: as in `Member`.
+        has_state: as in `Member`.
+        well: with "finishing" and "ok": the global rank of the first worker that ended well.
     """
 
     generation: Annotated[int, Field(ge=1)]
@@ -271,7 +326,17 @@ class Report(Record):
 
 
 class Result(Record):
-    """The end of an attempt, the same for every agent. `code` is the exit code of all of them."""
+    """The end of an attempt, the same for every agent.
+
+    Attributes:
+        attempt: the attempt that has ended.
+        status: how it ended.
+        code: the exit code of every agent.
+        reason: why it ended, in words for people.
+        generation: the last generation.
+        step: the step of the newest committed checkpoint, 0 without one.
+        text: the failure in full, "" without one.
+    """
 
     attempt: Annotated[int, Field(ge=1)]
     status: Literal["succeeded", "failed"]
@@ -283,12 +348,21 @@ class Result(Record):
 
 
 def version_of(text: str) -> str:
-    """A version of prepared data, which may be any text, as it is stored."""
+    """A version of prepared data, which may be any text, in the form in which it is stored."""
     return known(text, VERSION_MAX_BYTES)
 
 
 class Preparation(Record):
-    """The state of one shared data preparation: "building" lives on its builder's lease, the others stay."""
+    """The state of one shared data preparation. A "building" record is bound to its builder's lease, the others stay.
+
+    Attributes:
+        state: what has become of the preparation.
+        version: the version of the data, as `version_of` gives it.
+        generation: the generation of the builder.
+        node: the builder's node.
+        incarnation: the builder's life.
+        error: with "failed": why.
+    """
 
     state: Literal["building", "done", "failed"]
     version: Annotated[str, Field(max_length=VERSION_MAX_BYTES)]
@@ -299,13 +373,13 @@ class Preparation(Record):
 
 
 class Keys:
-    """The names of all keys of one run; what each holds is said at the top.
+    """The names of all keys of one run. The module's docstring says what each key holds.
 
     Args:
-        run_id: the run's.
+        run_id: the run.
 
     Attributes:
-        prefix: of everything of this run. It ends with a slash, so that run `a` never reads run `a-b`.
+        prefix: the prefix of all keys of this run. It ends with a slash, so that run `a` never reads run `a-b`.
         spec, generation, checkpoint, handover: single keys.
         members, rosters, all_reports, preparations, results: prefixes of keys of one kind.
     """
@@ -344,11 +418,11 @@ class Keys:
         return self.reports(generation) + node
 
     def place(self, place: str) -> str:
-        """The head of one checkpoint directory."""
+        """The key of the head of one checkpoint directory; `place` identifies the directory in the run."""
         return f"{self.prefix}places/{place}"
 
     def preparation(self, name: str) -> str:
-        """One preparation; any text may be its name, so a digest of it is the key."""
+        """The key of one preparation. Its name may be any text, so the key has a digest of the name."""
         return self.preparations + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
     def result(self, attempt: int) -> str:
@@ -357,12 +431,14 @@ class Keys:
 
 
 def chunk_of(node: str, chunks: int) -> int:
-    """The chunk that holds a node's seat: it can be found without knowing the roster."""
+    """The chunk that holds a node's seat. It follows from the name alone, so a node finds its seat without the roster.
+    """
     return zlib.crc32(node.encode()) % chunks
 
 
 def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
-    """Distribute seats over chunks by node name; a chunk has `size` on average. None if one would hold them all."""
+    """Distribute seats over chunks by node name, `size` seats a chunk on average; () if one chunk would hold them all.
+    """
     count = -(-len(seats) // size)
     if count <= 1:
         return ()

@@ -1,14 +1,15 @@
 """What a member knows of its run: the store's state, folded into one immutable value. Pure.
 
-A fold, not an event machine: `apply` takes keys as they are now (from a read or from a watch, it does not matter which)
-and gives the next view. A missed, merged or replayed change cannot hurt: an older revision of a key never replaces a
-newer one, and a fresh read of a range replaces all of it (changes that the read already contains are ignored later).
+A fold, not an event machine: `apply` takes keys as they are now, from a read or from a watch, and gives the next view.
+A missed, merged or replayed change does no harm. An older revision of a key never replaces a newer one, and a fresh
+read of a range replaces all of that range. Changes that the read already contains are ignored when a watch delivers
+them later.
 
 Times in a view are the observer's own monotonic clock, given as `now`: when *this* process first saw a thing. No clock
 crosses a host.
 
-Who sees what: the leader follows all of `members/` and `reports/` (`complete` is true). Everyone else follows its own
-member key and the leader's, so that a thousand members cost a thousand watches and not a million deliveries.
+Who sees what: the leader follows all of `members/` and `reports/` (`complete` is true). Every other member follows its
+own member key and the leader's, so that a thousand members cost a thousand watches and not a million deliveries.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ R = TypeVar("R", bound=Record | Commit)
 
 @dataclass(frozen=True)
 class Stored(Generic[R]):
-    """A record with its place in the store's history.
+    """A record with its place in the store's history. Times are seconds of the observer's monotonic clock.
 
-    `since`: when this observer first saw the key in this creation, or this very generation, or a report of this status;
-    `ready_since` (members only): since when it has been warm and not draining, with as many workers ready as now.
-    `value` and `lease`: what the key holds, and is bound to.
+    Attributes:
+        record: the decoded value.
+        create_revision: the revision at which the key was created.
+        mod_revision: the revision of the key's last change.
+        since: when this observer first saw the key in this creation; of a generation: this very generation; of a
+            report: this status.
+        ready_since: of a member only: since when it has been warm and not draining, with as many workers ready as now.
+        value: the bytes that the key holds.
+        lease: the lease that the key is bound to, 0 for none.
     """
 
     record: R
@@ -61,10 +68,12 @@ class Stored(Generic[R]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing.
+    """What probing a member found. Times are seconds of the observer's monotonic clock.
 
-    `asked_at`: when; `since`: when the first question was put that had this answer in a row, with at most a lease
-    term between two.
+    Attributes:
+        kind: "alive": the agent answered; "dead": its process has certainly ended; "silent": no answer came.
+        asked_at: when the probe was sent.
+        since: when the first probe of an unbroken row with this answer was sent, with at most a lease term between two.
     """
 
     kind: Literal["alive", "dead", "silent"]
@@ -73,7 +82,12 @@ class Verdict:
 
 
 class Vanished(NamedTuple):
-    """A member key that has gone: when that was first seen, and the life that it was of, "" if it was never seen."""
+    """A member key that is gone.
+
+    Attributes:
+        at: when this observer first saw it missing.
+        life: the incarnation that the key was of, "" if the key was never seen.
+    """
 
     at: float
     life: str = ""
@@ -85,20 +99,25 @@ class View:
 
     Attributes:
         node: the observer's node name.
+        spec: the run's options and attempt.
         members: live members by node; all of them when `complete`, else at least the observer and the leader.
-        oldest: the node whose member key is oldest, as last read; None when that has to be read again.
+        complete: whether `members` has all members of the run.
+        oldest: the node whose member key is oldest, as last read; None when it has to be read again.
+        generation: the current generation; None before the first.
         seats: seats of the current generation by node: all of them when `roster_complete`, else the observer's chunk.
-        roster_nonce: whose roster `seats` is.
+        roster_nonce: the nonce of the generation that `seats` belong to.
+        roster_complete: whether `seats` has the whole roster.
         filed: reports by key, of the current generation and of any newer one.
-        asked: the handover that was asked for last, of whichever generation.
-        latest: the newest result seen, of whichever attempt.
+        head: the newest committed checkpoint, as far as the observer follows it.
+        asked: the handover that was asked for last, in any generation.
+        latest: the newest result seen, of any attempt.
         vanished: nodes with a seat and without a member key.
         verdicts: answers of probes by incarnation.
         short_since: since when fewer than min_nodes members have been live (as far as the observer follows them).
         unreadable: keys under our prefix that hold something else.
-        read_at: revision of the last complete read of each range.
-        wrote: revision of the observer's own last write of a key, until the watch has come that far.
-        lost: what shows that the store has lost what it had acknowledged; "" while nothing does.
+        read_at: the revision of the last complete read of each range.
+        wrote: the revision of the observer's own last write of a key, until the watch has come that far.
+        lost: the evidence that the store has lost what it had acknowledged, "" without any.
     """
 
     node: str
@@ -129,7 +148,7 @@ class View:
 
     @property
     def fence(self) -> bytes:
-        """What the current generation's key holds, which has a nonce; empty before the first."""
+        """The value of the current generation's key, which has a nonce; empty before the first generation."""
         return self.generation.value if self.generation else b""
 
     @property
@@ -139,21 +158,26 @@ class View:
 
     @cached_property
     def reports(self) -> dict[str, Stored[Report]]:
-        """The current generation's reports by node. Looked for once: every member is judged by them."""
+        """The current generation's reports by node. Cached, because every member is judged by them."""
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
 
     @property
     def ended(self) -> tuple[str, ...]:
-        """Nodes where some or all workers of this generation have ended well: all for the leader, else up to two."""
+        """Nodes where some or all workers of this generation ended well: all of them for the leader, else up to two."""
         if self.leads:
             done = (entry.record for entry in self.reports.values())
             return tuple(report.node for report in done if report.status in ("finishing", "ok"))
+        # Only the leader follows the reports. The other members take its word from its key, if the key is about this
+        # generation.
         leader = self.members.get(self.oldest or "")
         return leader.record.ended if leader is not None and leader.record.seen == self.number else ()
 
     def newest_verdict(self, seat: Seat) -> Verdict | None:
-        """The newest verdict on the seat's node: on the seat's life, or a later one, also after its key has gone."""
+        """The newest verdict on the seat's node: on the life that has the seat, or on a later one.
+
+        A later life counts even when its key has gone again.
+        """
         key, gone = self.members.get(seat.node), self.vanished.get(seat.node)
         later = key.record.incarnation if key is not None else gone.life if gone is not None else ""
         known = [self.verdicts[life] for life in (seat.incarnation, later) if life in self.verdicts]
@@ -161,7 +185,11 @@ class View:
 
     @property
     def handover(self) -> Stored[HandoverRecord] | None:
-        """The current generation's handover, if one is asked for. Its key goes with the generation, unseen at first."""
+        """The current generation's handover, if one is asked for.
+
+        The key is deleted together with its generation, but this observer may see the deletion late. So the record's
+        generation is compared.
+        """
         return self.asked if self.asked is not None and self.asked.record.generation == self.number else None
 
     @property
@@ -173,7 +201,8 @@ class View:
 
     @property
     def roster_known(self) -> bool:
-        """Whether `seats` is of the current generation: when a new one is seen, its roster is still to be read."""
+        """Whether `seats` belong to the current generation. The roster of a generation just seen is still to be read.
+        """
         return self.generation is None or self.roster_nonce == self.generation.record.nonce
 
     def order(self) -> list[Seat]:
@@ -181,7 +210,10 @@ class View:
         return sorted(self.seats.values(), key=attrgetter("index"))
 
     def witnesses(self, seat: Seat) -> list[Seat]:
-        """Others of the generation that know this seat: those of its chunk. All know the leader's, by its key."""
+        """Other seats of the generation whose nodes know this seat: those of its chunk.
+
+        All nodes know the leader's seat, by its key.
+        """
         others = [each for each in self.seats.values() if each.node not in (self.node, seat.node)]
         if self.generation is None or seat.node not in self.seats or not self.generation.record.chunks:
             return others
@@ -189,22 +221,31 @@ class View:
         return [each for each in others if chunk_of(each.node, chunks) == chunk_of(seat.node, chunks)]
 
     def seat_of(self, member: Member) -> Seat | None:
-        """The seat of a member in its life, or None (another life's seat is not its own)."""
+        """The seat of a member in its present life, or None. A seat of another life of the node is not this member's.
+        """
         seat = self.seats.get(member.node)
         return seat if seat is not None and seat.incarnation == member.incarnation else None
 
     @property
     def deserted(self) -> bool:
-        """Whether none of the members that are known has a seat."""
+        """Whether no known member has a seat."""
         here = {entry.record.incarnation for entry in self.members.values()}
         return here.isdisjoint(seat.incarnation for seat in self.seats.values())
 
 
 def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
-    """Fold changes of single keys into the view, in the order given."""
+    """Fold changes of single keys into the view, in the order given.
+
+    Args:
+        view: the view before.
+        keys: the names of the run's keys.
+        changes: the events of a watch. Those that the view already contains change nothing.
+        now: the observer's monotonic clock, in seconds.
+    """
     fresh = [change for change in changes if change.mod_revision > _known_until(view, change.key)]
     for change in fresh:
         view = _apply_one(view, keys, change, now)
+    # A watch that has come as far as an own write delivers nothing older of that key any more.
     if view.wrote:
         seen = {change.key: change.mod_revision for change in changes}
         view = replace(view, wrote={key: at for key, at in view.wrote.items() if seen.get(key, 0) < at})
@@ -214,13 +255,15 @@ def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
 def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int, now: float) -> View:
     """Fold what the observer has just written itself, at `revision`: one key, put or deleted.
 
-    Its watch delivers older changes of the same key later. Without the revision, the late deletion of an earlier key
-    would take the new one out of the view.
+    The observer's watch delivers older changes of the same key later. The revision is kept to ignore them: otherwise
+    the late deletion of an earlier key would take the new key out of the view.
     """
     key, value = operation.key, None
     if isinstance(operation, Put):
         known = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}
         before = view.filed.get(key) or known.get(key)
+        # A transaction's answer has no create revision. A key that was there keeps its own, and a new key is created
+        # now.
         created = before.create_revision if before else revision
         value = KeyValue(key, operation.value, created, revision, lease=operation.lease)
     view = apply(view, keys, [Event(key, value, revision)], now)
@@ -228,15 +271,16 @@ def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int
 
 
 def _known_until(view: View, key: str) -> int:
-    """The revision up to which a key's changes are in the view: it has been read, or the observer wrote it."""
+    """The revision up to which a key's changes are in the view, by a read of its range or by the observer's own write.
+    """
     read = (at for range_, at in view.read_at.items() if covers(range_, key))
     return max(view.wrote.get(key, 0), *read, 0)
 
 
 def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: float) -> View:
-    """Fold a complete read of a range: what is not in it no longer exists.
+    """Fold a complete read of a range: a key that is not in `found` no longer exists.
 
-    After a read of `keys.members` the view's members are complete, after one of a roster its seats are.
+    A read of `keys.members` makes the view's members complete, and a read of a roster makes its seats complete.
     """
     present = {kv.key: kv for kv in found.keys}
     absent = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
@@ -244,32 +288,34 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
-        if not view.complete:  # A key that was seen to go before may have come back, and gone again, unseen.
+        # While only some keys were followed, a key that was seen to go may have come back, and gone again, unseen.
+        if not view.complete:
             view = replace(view, vanished={node: gone._replace(at=now) for node, gone in view.vanished.items()})
         oldest = min(present.values(), key=lambda kv: kv.create_revision, default=None)
         view = replace(view, complete=True, oldest=oldest.key[len(keys.members) :] if oldest else None)
     nonce = view.generation.record.nonce if view.generation else ""
     if nonce and range_.startswith(keys.roster(nonce)):
-        # An empty answer counts: a roster that was deleted has no seats, and is not read again.
+        # An empty answer counts: a deleted roster has no seats. Otherwise it would be read again and again.
         if view.roster_nonce != nonce:
             view = replace(view, seats={}, roster_nonce=nonce)
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
     if view.complete and view.roster_complete:
         view = replace(view, vanished=_away(view, now))
     read_at = {**view.read_at, range_: found.revision}
-    if range_.startswith(keys.rosters):  # Those of older generations are not looked at again.
+    # Rosters of older generations are not looked at again, so their revisions are dropped.
+    if range_.startswith(keys.rosters):
         read_at = {known: at for known, at in read_at.items() if known == range_ or not known.startswith(keys.rosters)}
     wrote = {key: at for key, at in view.wrote.items() if not covers(range_, key)}
     return _count(replace(view, read_at=read_at, wrote=wrote), now)
 
 
 def _away(view: View, now: float) -> dict[str, Vanished]:
-    """The seats without a member key. A new leader gives them a lease term from now: it has not seen the keys go."""
+    """The seats without a member key. A new leader counts their lease term from now, as it has not seen the keys go."""
     return {node: view.vanished.get(node, Vanished(now)) for node in view.seats if node not in view.members}
 
 
 def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> View:
-    """Fold the answer to "who holds the oldest member key?"."""
+    """Fold the answer to "who holds the oldest member key?": that key, or None if there is no member."""
     if oldest is None:
         return replace(view, oldest=None)
     change = Event(oldest.key, oldest, oldest.mod_revision)
@@ -278,7 +324,7 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
 
 
 def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
-    """Fold the answer of a probe."""
+    """Fold the answer to a probe of the life `incarnation`."""
     before, term_s = view.verdicts.get(incarnation), view.spec.record.spec.lease_ttl_s if view.spec else 0.0
     in_a_row = before is not None and before.kind == verdict.kind and verdict.asked_at - before.asked_at <= term_s
     since = before.since if before is not None and in_a_row else verdict.asked_at
@@ -286,7 +332,7 @@ def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
 
 
 def wanted_reads(view: View, keys: Keys) -> tuple[str, ...]:
-    """Which ranges must be read before decisions make sense: the oldest member, my roster chunk or all."""
+    """The ranges to read before decisions make sense: the oldest member, the observer's roster chunk or all chunks."""
     wanted = []
     if view.oldest is None:
         wanted.append(keys.members)
@@ -300,7 +346,7 @@ def wanted_reads(view: View, keys: Keys) -> tuple[str, ...]:
 
 
 def followed(view: View, keys: Keys) -> tuple[str, ...]:
-    """The ranges to follow: O(1) for a member, everything for the leader."""
+    """The ranges to follow with watches: O(1) of them for a member, everything for the leader."""
     if view.leads:
         return (
             keys.generation,
@@ -311,12 +357,13 @@ def followed(view: View, keys: Keys) -> tuple[str, ...]:
             keys.all_reports,
             keys.checkpoint,
         )
+    # Each member watches the leader's key, so that its deletion makes the member look for the next leader.
     leader = () if view.oldest is None else (keys.member(view.oldest),)
     return (keys.generation, keys.results, keys.spec, keys.handover, keys.member(view.node), *leader)
 
 
 def awaited(view: View, keys: Keys, key: str) -> bool:
-    """Whether the run cannot go on while a key holds something unreadable: one of its own is expected there."""
+    """Whether the run cannot go on while `key` holds something unreadable: a record of its own belongs there."""
     own = {keys.spec, keys.generation, keys.checkpoint, keys.handover, keys.member(view.node)}
     if view.spec is not None:
         own.add(keys.result(view.spec.record.attempt))
@@ -326,6 +373,7 @@ def awaited(view: View, keys: Keys, key: str) -> bool:
 
 
 def _known_keys(view: View, keys: Keys) -> list[str]:
+    """The keys that are folded into the view: a complete read of their range may show that they are gone."""
     known = [keys.member(node) for node in view.members]
     known += list(view.filed)
     singles = ((keys.spec, view.spec), (keys.generation, view.generation), (keys.checkpoint, view.head))
@@ -360,7 +408,7 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.results):
             return _result(view, key, change.value, now)
     except UnreadableRecord:
-        # A foreign value must not stop a run: it counts as absent, and the reader of the view says so once.
+        # A foreign value must not stop a run. It counts as absent, and the `Replica` says so once.
         if key.startswith(keys.members):
             view = _member(view, key, key[len(keys.members) :], None, now)
         return replace(view, unreadable=view.unreadable | {key})
@@ -368,6 +416,10 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
 
 
 def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | None, now: float) -> Stored[R] | None:
+    """The record of a key after a change: None after a deletion, the old one if the change is not newer.
+
+    Raises UnreadableRecord for a value that is no record of this `kind`.
+    """
     if value is None:
         return None
     if old is not None and old.mod_revision >= value.mod_revision:
@@ -397,7 +449,7 @@ def _member(view: View, key: str, node: str, value: KeyValue | None, now: float)
     same = old is not None and old.create_revision == entry.create_revision and old.record.ready == entry.record.ready
     was_ready = old.ready_since if old is not None and same else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
-    # A key that was created again between two looks has lost its seniority, although its deletion was not seen.
+    # A key that was created again between two looks has lost its seniority, even if its deletion was never seen.
     again = old is not None and old.create_revision != entry.create_revision
     oldest = None if again and view.oldest == node else view.oldest
     return replace(view, members=members, vanished=vanished, oldest=oldest)
@@ -407,9 +459,11 @@ def _generation(view: View, key: str, value: KeyValue | None, now: float) -> Vie
     entry = _entry(Generation, key, value, view.generation, now)
     if entry is None or (view.generation and view.generation.record.nonce == entry.record.nonce):
         return replace(view, generation=entry)
-    # Reports, verdicts and disappearances were about the generation before. Reports of a newer one may have come first.
+    # Verdicts, missing keys and older reports were about the generation before. Reports about a newer generation may
+    # have come before it, and stay.
     filed = {key: report for key, report in view.filed.items() if report.record.generation >= entry.record.number}
-    entry = replace(entry, since=now)  # The key is never made anew, and each generation has its own time.
+    # The key is created once and then only replaced, so `since` of its creation would be that of the first generation.
+    entry = replace(entry, since=now)
     view = replace(view, generation=entry, roster_complete=False, filed=filed, vanished={}, verdicts={})
     if entry.record.chunks:
         return view
@@ -433,7 +487,9 @@ def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float
     old = filed.pop(key, None)
     entry = _entry(Report, key, value, old, now)
     if entry is not None and old is not None and entry.record.status != old.record.status:
-        entry = replace(entry, since=now)  # A failure is not as old as the hold that was reported before it.
+        # A failure counts from its own report, not from the hold that was reported before it.
+        entry = replace(entry, since=now)
+    # A record whose content does not match its key is not ours, and is left out.
     ours = entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number)
     if entry is not None and ours and entry.record.generation >= view.number:
         filed[key] = entry
@@ -448,6 +504,7 @@ def _result(view: View, key: str, value: KeyValue | None, now: float) -> View:
 
 
 def _count(view: View, now: float) -> View:
+    """Note since when there have been fewer members than min-nodes."""
     if view.spec is None or not view.complete:
         return view
     short = len(view.members) < view.spec.record.spec.min_nodes
