@@ -1,8 +1,8 @@
-"""etcd does not answer, or takes no writes: since when, when to try again, and whom to ask meanwhile. Pure.
+"""How a member rides out an etcd that does not answer or takes no writes. Pure.
 
-Workers run on and nothing is committed. An agent that cannot reach etcd asks its generation's other agents once a
-second which generation they are in: when one is in a newer one, its own is over (`decide` then ends the workers). When
-etcd is full, what has to be written is tried again until there is space.
+Workers run on and nothing is committed. An agent that cannot reach etcd asks the other agents of its generation once a
+second which generation they are in. If one of them is in a newer generation, this agent's own is over, and `decide`
+ends its workers. When etcd is full, a necessary write is tried again until there is space.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from elasticrt.rendezvous.requests import Conversation, Pause
 from elasticrt.store.protocol import StoreBlocked, StoreUnavailable
 
 RIDE_THROUGH_S = 900.0
-"""How long workers train on without etcd. A longer outage ends the member."""
+"""How many seconds workers train on without etcd. A longer outage ends the member."""
 
 RETRY_S = 0.5
+"""Seconds between two tries to read everything again, or to repeat a refused write."""
 LISTEN_S = 1.0
+"""Seconds between two questions to the other agents for their generation."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The answer of another agent of this run: the generation that it is in, 0 for no answer."""
+    """The answer of another agent of this run: the `generation` that it is in, 0 for no answer."""
 
     generation: int
 
@@ -37,11 +39,11 @@ class Outage:
     """The state of the way to etcd, as one member sees it. Times are on the member's clock, in seconds.
 
     Args:
-        say: tells people.
+        say: takes messages for people.
 
     Attributes:
-        since: since when what is known of the store may be old; None while it is not.
-        problem: what a request has got in place of an answer since then; "" before one has failed.
+        since: since when the view of the store may be old; None while it is not.
+        problem: the first error of a request since then; "" before one has failed.
         alone_since: since when no other agent has answered either; None while one does, or none is asked.
         retry_at: when to read everything again.
         refused_since: since when writes have been refused; None while they are not, as far as is known.
@@ -57,7 +59,7 @@ class Outage:
         self.retry_at = 0.0
 
     def begin(self, error: StoreUnavailable, now: float) -> None:
-        """A request has not been answered."""
+        """Take note of a request that was not answered."""
         self.since = self.since if self.since is not None else now
         if not self.problem:
             self.problem = str(error)
@@ -65,23 +67,25 @@ class Outage:
         self.retry_at = now + RETRY_S
 
     def suspect(self, now: float) -> None:
-        """Others may have decided without this member: read everything again, now, before anything is written."""
+        """Read everything again, now, before anything is written: other members may have decided without this one."""
         self.retry_at = now
         self.since = self.since if self.since is not None else now
 
     def end(self, now: float) -> None:
-        """Everything has been read again."""
+        """Take note that everything has been read again."""
         if self.since is not None and self.problem:
-            lasted_s = now - self.since  # Without the time for which the first request waited.
+            # The time for which the first request waited is not in this figure.
+            lasted_s = now - self.since
             self._say("etcd answers again" + (f" after {lasted_s:.1f} s" if lasted_s >= RETRY_S else ""))
         self.since, self.problem, self.alone_since = None, "", None
 
     def is_due(self, now: float) -> bool:
-        """Whether everything is to be read again now."""
+        """Whether to read everything again now."""
         return self.since is not None and now >= self.retry_at
 
     def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
-        """Which of the generation's other `seats` to ask for their generation now: all of them once a second."""
+        """The seats, among the generation's other `seats`, to ask for their generation now: all of them once a second.
+        """
         if now < self._listen_at:
             return ()
         self._listen_at = now + LISTEN_S
@@ -90,14 +94,14 @@ class Outage:
         return seats
 
     def heard(self, heard: Heard) -> None:
-        """Take note of an answer."""
+        """Take note of an answer to that question."""
         if heard.generation:
             self.alone_since = None
 
     def refused(self, error: StoreBlocked, now: float) -> float:
-        """A write was refused, for lack of space or of a permission that this login has had. Returns when to try again.
+        """Take note of a write that was refused, for lack of space or of a permission that this login had before.
 
-        Raises `error` after too long a time.
+        Returns when to try again. Raises `error` after RIDE_THROUGH_S of refusals.
         """
         if self.refused_since is None:
             self.refused_since = now
@@ -107,20 +111,21 @@ class Outage:
         return now + RETRY_S
 
     def not_refused(self) -> None:
-        """Nothing that has to be written is refused any more."""
+        """Take note that a write has succeeded."""
         self.refused_since = None
 
 
 def ride_out(ask: Callable[[], Conversation[T]], wait_s: float, note: Callable[[str], None]) -> Conversation[T]:
-    """Ask etcd again until it answers: a newcomer waits for it as members do.
+    """Repeat a conversation until etcd answers: a newcomer waits for etcd as members do.
 
     Args:
-        ask: begins the conversation; it must bear being repeated when its effect is unknown.
-        wait_s: for so many seconds etcd may not answer.
-        note: takes what an operator may want to know.
+        ask: begins the conversation. It may be repeated although its effect is unknown, so it must be idempotent.
+        wait_s: the seconds for which etcd may not answer.
+        note: takes messages that an operator may want to see.
 
-    Raises StoreError after `wait_s`, and at once whatever else `ask` raises.
+    Raises StoreError after `wait_s`, and any other error of `ask` at once.
     """
+    # A pause of 0 s only asks the driver for the time.
     _, since = yield Pause(0.0)
     said = False
     while True:

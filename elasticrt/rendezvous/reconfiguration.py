@@ -45,8 +45,8 @@ HOLD_S_MAX = 2.0
 """Seconds that the leader waits for the answers to "hold". Agents answer at once, whatever their workers do."""
 
 HOLDING_S = 0.25
-"""Seconds without an answer in a handover after which the late agent is probed. Workers that hold wait for no other
-worker, so a dead node makes none of them fail. A handover usually takes some 10 ms."""
+"""Seconds without an answer in a handover after which the agent that owes it is probed. Workers that hold wait for no
+other worker, so a dead node makes none of them fail. A handover usually takes some 10 ms."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class Reconfiguration:
 
 
 def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], float]:
-    """When to probe the agents that a handover waits for: the last such time up to `now` (a list, maybe empty), and the
-    next.
+    """When to probe the agents that a handover waits for: the last such time (a list, maybe empty) and the next.
 
     Each time is twice as late after the request as the one before, because a long step may be what all wait for.
 
@@ -74,8 +73,7 @@ def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], f
         asked: the handover.
         now: the member's monotonic clock, in seconds.
     """
-    # HOLDING_S times the largest power of two that has passed: at half of HOLDING_S or less it is below the first
-    # probe.
+    # HOLDING_S times the largest power of two that has passed. Before the first probe is due this is HOLDING_S / 2.
     late_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - asked.since, HOLDING_S / 2) / HOLDING_S))
     return [asked.since + late_s] if late_s >= HOLDING_S else [], asked.since + 2 * late_s
 
@@ -129,8 +127,8 @@ def planned(led: LeaderContext) -> Decision:
 def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
     """The agreed step does not end, so the next generation comes without it.
 
-    If a node with the state leaves, it first waits until the state is saved. The worker that keeps the others waiting
-    may be ended, and the leaving node may hold the last copy of the state.
+    If a node with the state leaves, it first waits until the state is saved. The node that keeps the others waiting may
+    be the only one that stays, and its worker may be ended.
     """
     members = startable(led.view, draining=True)
     if led.leaving and go_on(led.view, members):
@@ -170,8 +168,9 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, asked: Stored[Handove
     if missing and led.now < until:
         until = min(until, ask_times(asked, led.now)[1])
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
-    # A node that runs the generation and does not answer may just have ended. A node whose workers have not begun it,
-    # for example because a data preparation is still building there, has no step to report. A join can wait for both.
+    # If every late node runs the generation, its workers may just have ended, and the join is given up. A node whose
+    # workers have not begun the generation, for example because a data preparation is still building there, has no
+    # step. Then the generation is replaced without an agreed one.
     if missing and wish.kind == "join" and all(led.runs(seat) for seat in missing):
         return Withdraw(f"given up: {list_names(seat.node for seat in missing)} did not answer")
     if missing:
@@ -221,8 +220,8 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
 def _is_starting(led: LeaderContext) -> bool:
     """Whether the workers have still to come to their first step, as far as the leader knows.
 
-    A leader without a seat knows of workers in place whether they have the state. Of other workers it only knows how
-    long they have been starting.
+    A leader without a seat knows of workers that can go on in place that they have the state. Of other workers it only
+    knows how long they have been starting.
     """
     if led.me.running == led.generation.number:
         return led.me.starting and led.standing_since is None

@@ -1,4 +1,4 @@
-"""How a member gets its key into etcd, comes back with it, and takes it out again. Pure (see `requests`)."""
+"""How a member puts its key into etcd, comes back after losing it, and takes it out again. Pure (see `requests`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from elasticrt.store.protocol import KeyValue
 
 @dataclass(frozen=True)
 class Entered:
-    """What registering found: the attempt this member belongs to, and the run's options (it may have been resized)."""
+    """The member is registered.
+
+    Attributes:
+        attempt: the attempt that the member belongs to.
+        spec: the run's options. After a resize they differ from those that the node was started with.
+    """
 
     attempt: int
     spec: RunSpec
@@ -27,9 +32,9 @@ class Kept:
     """A key that keeps a newcomer out, as long as its owner lives or its lease has not ended.
 
     Attributes:
-        key: of a member with the newcomer's name, or of any member of a run with other options.
-        unlike: these options; "" if it is the name.
-        lease_ttl_s: of the leases of its run, in seconds.
+        key: the key of a member with the newcomer's name, or of any member of a run with other options.
+        unlike: how the options differ; "" if the name is the reason.
+        lease_ttl_s: the TTL of leases of that run, in seconds.
     """
 
     key: KeyValue
@@ -40,22 +45,23 @@ class Kept:
 def enter(
     replica: Replica, spec: RunSpec, member: Member, lease: int, *, again: bool
 ) -> Conversation[Entered | Result | Kept | None]:
-    """One try to register for the first time.
+    """Try once to register for the first time.
 
     Args:
         replica: the member's copy of the run's keys.
         spec: the options that this node was started with.
-        member: its record.
-        lease: what its key is to be bound to.
-        again: whether a run that has succeeded is to be run once more.
+        member: the member's record.
+        lease: the lease to bind the key to.
+        again: whether to run a run once more that has succeeded.
 
     Returns:
-        Entered: registered. Result: the run has succeeded before, so there is nothing to do. Kept: the caller finds
-        out whether the owner of that key still lives. None: another member was faster, or members of an attempt that
-        has ended are still leaving. Try again soon.
+        Entered: the member is registered. Result: the run has succeeded before, so there is nothing to do. Kept: the
+        caller finds out whether the owner of that key still lives. None: another member was faster, or members of an
+        attempt that has ended are still leaving; try again soon.
     """
     keys, own = replica.keys, replica.keys.member(member.node)
-    # In this order: an earlier try whose answer was lost, and which arrives only now, writes the spec and the key.
+    # The own key is read first, then the spec. An earlier try whose answer was lost may take effect between the two
+    # reads. It writes both keys in one transaction, so whoever sees the key then sees its spec as well.
     mine = yield from replica.look_up(own)
     stored = yield from replica.record(SpecRecord, keys.spec)
     if mine is not None:
@@ -64,6 +70,7 @@ def enter(
         return Entered(stored[0].attempt, stored[0].spec) if stored else None
     generation = yield from replica.look_up(keys.generation)
     alive = (yield from replica.read(keys.members, limit=1))[0].keys
+    # The own key has come since the look above. The next try finds out whose it is.
     if own in (kv.key for kv in alive):
         return None
     known = stored[0] if stored is not None else None
@@ -76,7 +83,8 @@ def enter(
         return place
     record = None
     if known is None or not alive:
-        # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
+        # The spec is written even if it does not change. Of two newcomers that see no live member and have different
+        # specs, one then fails its compare of the spec's revision.
         same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
         record = known if same else SpecRecord(spec=place.spec, attempt=place.attempt)
     fence, seen_mod = generation.value if generation else b"", stored[1] if stored else 0
@@ -88,9 +96,14 @@ def enter(
 def _place(
     spec: RunSpec, stored: SpecRecord | None, result: Result | None, *, alive: bool, again: bool
 ) -> Entered | Result | str | None:
-    """Where a newcomer belongs. `result` is that of the attempt in `stored`; `alive`: the run has members.
+    """Where a newcomer belongs, as `enter` returns it; for members with other options, the text of the difference.
 
-    Returns as `enter`, and in place of a key the options in which its members differ.
+    Args:
+        spec: the options of the newcomer.
+        stored: the options in the store.
+        result: the result of the attempt in `stored`, if it has ended.
+        alive: whether the run has members.
+        again: as in `enter`.
     """
     if stored is None:
         return Entered(1, spec)
@@ -108,12 +121,12 @@ def _place(
 
 
 def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[None]:
-    """Delete the key of a dead life with this member's name, if it is unchanged.
+    """Delete the key of a dead life with this member's name, if the key is unchanged.
 
     Args:
         replica: the member's copy of the run's keys.
         stale: the key as it was read.
-        member: the record that it holds.
+        member: the record that the key holds.
     """
     generation = yield from replica.look_up(replica.keys.generation)
     fence = generation.value if generation else b""
@@ -121,23 +134,26 @@ def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[Non
 
 
 def register_again(replica: Replica, member: Member, lease: int) -> Conversation[bool]:
-    """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
+    """Register again after the key was lost. Returns False if the view was old; then it has been read again."""
     keys, before = replica.keys, (replica.view.number, transactions.mod(replica.view.spec))
     yield from replica.refresh()
     if (replica.view.number, transactions.mod(replica.view.spec)) != before:
-        # A generation may have left this life out, or the run may have other options: that is decided anew.
+        # A newer generation may have left this life out, or the run may have other options now. `decide` has to see
+        # that first.
         return False
     mine = replica.view.members.get(member.node)
     if mine is not None and mine.record.incarnation == member.incarnation:
-        # The key is still there, on the old lease: replace it by one on the new lease.
+        # The key is still there, bound to the old lease. The announcement binds it to the new one.
         txn = transactions.announce(keys, replica.view, member, lease)
         return bool((yield from replica.write(txn)))
     if mine is not None and same_process(mine.record, member):
-        # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
+        # The key is of a former life of this very agent, whose deletion did not reach etcd. Its lease need not be
+        # waited for.
         yield from leave(replica, member)
         yield from replica.refresh()
     elif mine is not None:
-        return False  # Of another process with this name: its lease ends, or it lives.
+        # Another process has this name. Its lease ends, or it lives.
+        return False
     view = replica.view
     txn = transactions.register(keys, member, lease, generation=view.fence, seen_mod=transactions.mod(view.spec))
     return bool((yield from replica.write(txn)))
@@ -146,21 +162,24 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
 def leave(
     replica: Replica, member: Member, told: Callable[[View], Report | None] = lambda _: None
 ) -> Conversation[None]:
-    """Take the key of `member`, in this life or a former one, out at once, if it is there.
+    """Delete the key of `member` at once, if it is there, in its present life or a former one.
 
-    The report that is `told` of the newest view tells the other members why.
+    `told` makes this node's last report from the newest view. The report tells the other members why the node left.
     """
+    # The report is fenced by the generation, which may move on in between: try twice with a report, then without one.
     for tell in (told, told, lambda _: None):
         mine = replica.view.members.get(member.node)
         if mine is not None and not same_process(mine.record, member):
-            return  # Another agent has come with this name, after a silence of this one.
+            # Another agent has taken this name, after a silence of this one.
+            return
         report = tell(replica.view)
         done, _ = yield Transact(transactions.leave(replica.keys, replica.view, report))
         if done.succeeded or report is None:
             return
-        yield from replica.refresh()  # The generation has moved on, or the key does not exist any more.
+        # The generation has moved on, or the key does not exist any more.
+        yield from replica.refresh()
 
 
 def same_process(one: Member, other: Member) -> bool:
-    """Whether two lives are those of one agent: it holds its probe port from its start to its end."""
+    """Whether two lives are of the same agent process: an agent holds its probe port from its start to its end."""
     return (one.address, one.probe_port, one.pid) == (other.address, other.probe_port, other.pid)

@@ -1,10 +1,10 @@
 """A member's copy of its run's keys in etcd: read, followed by watches, changed by transactions. Pure.
 
-`Replica` owns the view. It reads what the view says is missing, folds what watches deliver, and folds what its own
-transactions have written. It does no I/O: methods that return a `Conversation` yield requests (see `requests`).
+`Replica` owns the view. It reads what the view lacks, folds the deliveries of watches, and folds the writes of its own
+transactions. It does no I/O: a method that returns a `Conversation` yields requests (see `requests`).
 
-Any request may fail with StoreUnavailable. Its effect is unknown then, and `refresh` has to come before the next
-decision: what happened is in the store.
+Any request may fail with StoreUnavailable. Its effect is then unknown, and `refresh` has to come before the next
+decision: the store knows what happened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from elasticrt.rendezvous.view import (
 from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult, covers
 
 READS_MAX = 20
-"""Reads in a row to complete one view. Each answers a question that the last one raised; more means a livelock."""
+"""The most reads in a row to complete one view. Each read answers a question that the last one raised, so more of them
+mean a livelock."""
 
 
 class Replica:
@@ -37,8 +38,8 @@ class Replica:
 
     Args:
         node: the member's name.
-        keys: of its run.
-        note: takes what an operator may want to know.
+        keys: the names of the run's keys.
+        note: takes messages that an operator may want to see.
 
     Attributes:
         view: the keys as they were last seen.
@@ -48,16 +49,21 @@ class Replica:
         self.keys = keys
         self.view = View(node)
         self._note = note
+        # The store and the revision of the newest read or delivery. A store that goes back behind them has lost data.
         self._store_id, self._revision = "", 0
-        self._watches: dict[str, int] = {}  # The number of the watch of each range that is followed.
-        self._ended: list[int] = []  # Watches that have still to be cancelled.
+        # The number of the watch of each range that is followed.
+        self._watches: dict[str, int] = {}
+        # The numbers of watches that have still to be cancelled.
+        self._ended: list[int] = []
         self._numbers = count(1)
+        # Unreadable keys that have been reported already.
         self._warned: set[str] = set()
 
     def refresh(self) -> Conversation[None]:
         """Read everything that is followed, then whatever the view still lacks."""
         for range_ in followed(self.view, self.keys):
-            if range_ in self._watches:  # `complete` reads any other one when it begins to follow it.
+            # `complete` reads any other range when it begins to follow it.
+            if range_ in self._watches:
                 yield from self.fold_range(range_)
         yield from self.complete()
 
@@ -78,34 +84,37 @@ class Replica:
                 else:
                     found = yield from self.fold_range(range_)
                     if not found.keys and range_.startswith(self.keys.rosters):
-                        # It went with its generation, perhaps, and the watch is late: a seat in the next one counts.
+                        # The roster may have gone with its generation while the watch is late. A seat in the next
+                        # generation counts.
                         yield from self.fold_range(self.keys.generation)
             if wanted == (self.keys.members,) and not found.keys:
-                return  # No member is registered, not even this one: the view can't be complete.
+                # No member is registered, not even this one, so the view cannot be complete.
+                return
         else:
             raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
         self._check_unreadable()
 
     def absorb(self, notice: Notice, now: float) -> None:
-        """Fold one delivery of a watch. Deliveries of a watch that has ended are dropped."""
+        """Fold one delivery of a watch. A delivery of a watch that has ended is dropped."""
         if self._watches.get(notice.range) != notice.watch:
             return
         if isinstance(notice.item, Changes):
             self.view = apply(self.view, self.keys, notice.item.events, now)
             self._revision = max(self._revision, notice.item.revision)
         else:
+            # The watch is over. `complete` reads the range again, and begins another watch from there.
             self._note(f"reading {notice.range} again: {notice.item.reason}")
             self._unfollow(notice.range)
 
     def write(self, txn: Txn, otherwise: Txn | None = None) -> Conversation[int]:
-        """Carry out a transaction, and fold what it has written to keys that are followed.
+        """Carry out a transaction, and fold its writes to keys that are followed.
 
         Args:
-            txn: what to write.
-            otherwise: a transaction for when `txn` has no effect.
+            txn: the transaction.
+            otherwise: a transaction to carry out if `txn` has no effect.
 
         Returns:
-            The revision of its effect; 0 when it had none. Then everything has been read again.
+            The revision of the effect, 0 if there was none. Then everything has been read again.
         """
         done: TxnResult
         done, now = yield Transact(txn)
@@ -115,35 +124,41 @@ class Replica:
             yield from self.refresh()
             return 0
         for operation in txn.operations:
-            # The reader's own watch may be slow to deliver it, and the next decision must not be made without it.
+            # This member's own watch may be slow to deliver the write, and the next decision must not be made without
+            # it.
             single = not operation.key.endswith("/")
             if single and any(covers(range_, operation.key) for range_ in self._watches):
                 self.view = apply_written(self.view, self.keys, operation, done.revision, now)
         return done.revision
 
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Conversation[tuple[RangeRead, float]]:
-        """Read a range, and notice when the store has lost what it had acknowledged. The answer and its time."""
+        """Read a range. Returns the answer and its time.
+
+        A store that has lost what it had acknowledged is noticed here: the view is emptied and says so in `lost`.
+        """
         found, now = yield Read(range_, limit, by_create)
         lost = ""
         if self._store_id and found.store_id != self._store_id:
             lost = "another store answers"
-        elif found.revision < self._revision:  # Reads are linearizable: revisions of an intact store never go back.
+        # Reads are linearizable, so the revisions of an intact store never go back.
+        elif found.revision < self._revision:
             lost = f"the store is at revision {found.revision} and was at {self._revision}"
         if lost:
             self._note(lost)
             self.view = View(self.view.node, lost=lost if self.view.number else "")
-            for watched in list(self._watches):  # Everything is read anew.
+            # Without their watches all ranges are read anew.
+            for watched in list(self._watches):
                 self._unfollow(watched)
         self._store_id, self._revision = found.store_id, found.revision
         return found, now
 
     def look_up(self, key: str) -> Conversation[KeyValue | None]:
-        """Read one key, past the view."""
+        """Read one key, without folding it into the view."""
         found, _ = yield from self.read(key)
         return found.get(key)
 
     def record(self, kind: type[R], key: str) -> Conversation[tuple[R, int] | None]:
-        """Read one record of a kind, past the view: the record and its mod revision."""
+        """Read one record of a `kind`, without folding it into the view. Returns the record and its mod revision."""
         found = yield from self.look_up(key)
         return None if found is None else (decode(kind, key, found.value), found.mod_revision)
 
@@ -170,11 +185,12 @@ class Replica:
                 self._watches[range_] = number
 
     def _unfollow(self, range_: str) -> None:
-        """Drop what the watch of a range delivers from now on. `_follow` cancels it before the next one begins."""
+        """Drop what the watch of a range delivers from now on. `_follow` cancels the watch before the next one begins.
+        """
         self._ended.append(self._watches.pop(range_))
 
     def _check_unreadable(self) -> None:
-        """Leave foreign keys alone. Raises StoreError for a key in the place of one that this run waits for."""
+        """Ignore foreign keys, and say so once. Raises StoreError if one is where a record of this run belongs."""
         ruined = [key for key in self.view.unreadable if awaited(self.view, self.keys, key)]
         if ruined:
             raise StoreError(

@@ -1,7 +1,8 @@
-"""What a member asks of the world around it, as values: the effects of its conversations. Pure.
+"""The requests of a member to the world around it, as values: the effects of its conversations. Pure.
 
-A conversation is a generator. It yields a request and is sent the answer, with the time at which it came. The error of
-a request that fails is raised at the same place. `agent.store_driver` carries requests out, and so do tests.
+A conversation is a generator. It yields a request, and is sent the answer together with the time at which the answer
+came. If a request fails, its error is raised at the `yield`. `agent.store_driver` carries requests out, and so do
+tests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Read:
-    """Read a range. The answer is a RangeRead."""
+    """Read a range. The answer is a RangeRead.
+
+    `limit` 0 means all keys. `by_create` sorts by create revision, oldest first.
+    """
 
     range: str
     limit: int = 0
@@ -34,7 +38,7 @@ class Transact:
 
 @dataclass(frozen=True)
 class Follow:
-    """Watch a range from a revision on. What it delivers comes as `Notice`s with this number."""
+    """Watch a range from a revision on. Its deliveries come as `Notice`s with this `number`."""
 
     number: int
     range: str
@@ -50,7 +54,7 @@ class Unfollow:
 
 @dataclass(frozen=True)
 class Grant:
-    """Get a lease, in place of the last one if there was any. The answer is a Lease."""
+    """Get a lease, in place of the last one if there is one. The answer is a Lease."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class AskOwner:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait; it fails when this member is asked to leave. For 0 seconds: only look at the clock."""
+    """Wait. Fails if this member is asked to leave. A pause of 0 seconds only asks for the time."""
 
     seconds: float
 
@@ -73,7 +77,7 @@ Conversation = Generator[Request, tuple[Any, float], T]
 
 @dataclass(frozen=True)
 class Notice:
-    """A delivery of one watch."""
+    """One delivery of a watch: `watch` is the number in its `Follow`."""
 
     watch: int
     range: str

@@ -1,7 +1,7 @@
-"""Who sits where: from members to ranks. Pure.
+"""Assigns ranks: from members to seats. Pure.
 
-Survivors keep their order and newcomers go last, so that rank 0, its caches and its logs stay where they are as long as
-their node lives. Names and addresses do not matter; newcomers may ask for a place (`--node-rank`).
+Survivors keep their order and newcomers go last. So rank 0, its caches and its logs stay where they are as long as
+their node lives. Names and addresses do not matter. Newcomers may ask for a place (`--node-rank`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from elasticrt.rendezvous.view import Stored
 
 
 def seat_order(ready: Iterable[Stored[Member]], before: Iterable[Seat], most: int) -> list[Stored[Member]]:
-    """At most `most` ready members in rank order: those seated before in their old order, then newcomers.
+    """At most `most` members in rank order: those seated before in their old order, then newcomers.
 
-    The oldest keys get in. Those that do sit by the node ranks that they were given, those without one behind, by age.
+    Among newcomers the oldest keys get in. Those that get in sit in the order of the node ranks that they asked for.
+    Newcomers without a wish come after them, by age.
+
+    Args:
+        ready: the members to choose from.
+        before: the seats whose members keep their order.
+        most: the largest number of members.
     """
     old = {(seat.node, seat.incarnation): seat.index for seat in before}
 
@@ -32,9 +38,9 @@ def seat_order(ready: Iterable[Stored[Member]], before: Iterable[Seat], most: in
 
 
 def seats_for(members: Iterable[Stored[Member]], *, in_place: bool = False) -> tuple[Seat, ...]:
-    """Seats in the order given, ranks counted through: a permutation of 0 ... W - 1 by construction.
+    """Seats in the order given, with ranks counted through: a permutation of 0 ... W - 1 by construction.
 
-    With `in_place` for the workers that are ready, else for as many as each node has.
+    A seat has as many ranks as its node has workers; with `in_place`, as many as are ready to go on.
     """
     seats: list[Seat] = []
     offset = 0

@@ -1,13 +1,13 @@
 """Every transaction that changes a run's shared state, as values. Pure.
 
-Everything that leaves a generation is fenced: the transaction compares the generation's value, which has a nonce, so it
-can only take effect while that generation is the current one. A revision would not do: a store that was wiped counts
-anew, and comes to the same numbers when the same run begins again. A lease is a sign of life, never a permission to
-write.
+Everything that leaves a generation is fenced. The transaction compares the value of the generation's key, which has a
+nonce, so it takes effect only while that generation is the current one. Comparing a revision would not do: a store that
+was wiped counts anew, and comes to the same numbers when the same run begins again. A lease is a sign of life, never a
+permission to write.
 
-A `View` is what the writer knows: the keys with their revisions as it read them. A transaction that fails means that
-this is old; the writer reads again and decides again. One whose outcome is unknown is handled the same way: after
-reading again, either its effect is there (with our nonce), or it is not and may be tried again.
+A `View` is the writer's knowledge: the keys with their revisions as the writer read them. A failed transaction means
+that this knowledge is old: the writer reads again and decides again. An unknown outcome is handled in the same way:
+after reading again, either the effect is there (with our nonce), or it is not and the transaction may be tried again.
 """
 
 from __future__ import annotations
@@ -31,36 +31,46 @@ from elasticrt.rendezvous.view import Stored, View
 from elasticrt.store.protocol import Compare, Delete, KeyValue, Put, Txn
 
 CHUNKS_PER_TXN = 64
-"""As many fit into one request of etcd (1.5 MiB, 128 operations), even with the longest of names."""
+"""This many roster chunks fit into one request of etcd (1.5 MiB, 128 operations), even with the longest of names."""
 
 ABSENT_MAX = 64
-"""Compares of missing keys in one transaction; etcd takes 128 of all kinds."""
+"""The most compares of missing keys in one transaction. etcd takes 128 compares of all kinds. Further missing keys are
+not compared."""
 
 
 def mod(seen: Stored[Any] | KeyValue | None) -> int:
-    """The mod revision of a key as the writer has seen it: 0 for an absent one, which is what etcd compares as well."""
+    """The mod revision of a key as the writer has seen it; 0 for an absent key, as etcd has it in compares."""
     return seen.mod_revision if seen is not None else 0
 
 
 def _unchanged(key: str, mod_revision: int) -> Compare:
+    """The key is as the writer has seen it."""
     return Compare(key, "mod", mod_revision)
 
 
 def _absent(key: str) -> Compare:
+    """The key does not exist."""
     return Compare(key, "create", 0)
 
 
 def _current(keys: Keys, generation: bytes) -> Compare:
+    """`generation` is still the value of the generation's key; with an empty value there is no generation yet."""
     return Compare(keys.generation, "value", generation) if generation else _absent(keys.generation)
 
 
 def _alive(keys: Keys, view: View) -> Compare:
+    """The writer's own member key still is the one that it created: nobody has fenced the writer, and its lease lives.
+    """
     mine = view.members.get(view.node)
     return Compare(keys.member(view.node), "create", mine.create_revision if mine else 0)
 
 
 def _own(keys: Keys, view: View) -> Compare:
-    """Before the first generation only the lease tells a key from one of the same revision in a wiped store."""
+    """The writer's own member key is bound to the writer's lease.
+
+    Before the first generation there is no nonce to compare. Then only the lease tells a key from one with the same
+    revision in a store that was wiped.
+    """
     mine = view.members.get(view.node)
     return Compare(keys.member(view.node), "lease", mine.lease if mine else 0)
 
@@ -68,8 +78,15 @@ def _own(keys: Keys, view: View) -> Compare:
 def register(
     keys: Keys, member: Member, lease: int, spec: SpecRecord | None = None, *, generation: bytes, seen_mod: int
 ) -> Txn:
-    """Come into a run whose spec is as read, under a name that no member has. With `spec`, which is written, begin it:
-    then it has not ended either.
+    """Enter a run whose spec is as it was read, under a name that no member has.
+
+    Args:
+        keys: the names of the run's keys.
+        member: the record to store.
+        lease: the lease to bind the key to.
+        spec: if given, it is stored as well: the run begins with it. Its attempt must not have ended.
+        generation: the value of the generation's key as it was read.
+        seen_mod: the mod revision of the spec as it was read.
     """
     own = Put(keys.member(member.node), member.encode(), lease)
     compares = (
@@ -84,7 +101,7 @@ def register(
 
 
 def announce(keys: Keys, view: View, member: Member, lease: int) -> Txn:
-    """Bring the own key up to date, if it is still the one that was created."""
+    """Bring the writer's own key up to date, if it still is the one that was created."""
     return Txn(
         compares=(_alive(keys, view),),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
@@ -93,7 +110,10 @@ def announce(keys: Keys, view: View, member: Member, lease: int) -> Txn:
 
 
 def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
-    """Ask a member to drain, by its own key, which is as it was read."""
+    """Ask a member to drain by changing its key, if the key is as it was read.
+
+    `member` is the key as it was read, `record` what it shall say. The key stays bound to its owner's lease.
+    """
     return Txn(
         compares=(_unchanged(member.key, member.mod_revision),),
         operations=(Put(keys.member(record.node), record.encode(), member.lease),),
@@ -102,7 +122,7 @@ def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
 
 
 def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
-    """Change how many nodes a live run may have: it is as it was read, and has not ended."""
+    """Change how many nodes a live run may have, if its spec is as it was read and the run has not ended."""
     return Txn(
         compares=(_unchanged(keys.spec, seen_mod), _absent(keys.result(spec.attempt))),
         operations=(Put(keys.spec, spec.encode()),),
@@ -111,9 +131,10 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
 
 
 def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
-    """Store a report about the current generation. It is true of the workers, whatever became of the member's key.
+    """Store a report about the current generation. Its truth does not depend on the member key, which is not compared.
 
-    `before` is the mod revision of this node's last report: a report whose answer was lost may arrive after the next.
+    `before` is the mod revision of this node's last report, 0 for none. It keeps a report whose answer was lost from
+    arriving after the next one.
     """
     key = keys.report(report.generation, report.node)
     return Txn(
@@ -124,7 +145,7 @@ def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
 
 
 def leave(keys: Keys, view: View, report: Report | None) -> Txn:
-    """Take the own key out; with `report` (a seated member's "left") the others need not ask whether it lives."""
+    """Delete the writer's own key. With `report` (a seated member's "left") the other nodes need not probe it."""
     operations: tuple[Put | Delete, ...] = (Delete(keys.member(view.node)),)
     compares: tuple[Compare, ...] = (_alive(keys, view),)
     if report is not None:
@@ -134,7 +155,7 @@ def leave(keys: Keys, view: View, report: Report | None) -> Txn:
 
 
 def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
-    """Write a roster ahead of its generation, under a new nonce: no member reads it until the generation names it."""
+    """Write a roster ahead of its generation, under a new nonce. No member reads it before the generation names it."""
     puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
     parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
     return tuple(Txn((), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
@@ -143,14 +164,16 @@ def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn
 def publish(
     keys: Keys, view: View, generation: Generation, before: Generation | None, absent: Sequence[str] = ()
 ) -> Txn:
-    """Replace the generation: number = previous + 1, by a leader whose key lives, from a head that still is the head.
+    """Replace the generation: number = previous + 1, by a leader whose key lives, with the newest head.
 
-    Comparing the head makes the resume point exact: a commit accepted since the leader read it makes this fail, and
-    the leader decides again. So does a node of `absent`, which the leader leaves out because it has no key, if it has
-    registered again and the leader's watch is late. The roster and the reports of the generation before go with it.
+    Comparing the head makes the resume point exact: after a commit that the leader has not seen, this fails and the
+    leader decides again. It also fails if a node of `absent` has registered again while the leader's watch is late; the
+    leader leaves these nodes out because they have no key. The roster and the reports of the generation `before` are
+    deleted with it.
     """
     cleanup: tuple[Put | Delete, ...] = ()
     if before is not None:
+        # A handover belongs to one generation. Its key goes here, so that the next generation does not begin with it.
         cleanup = (Delete(keys.reports(before.number)), Delete(keys.handover))
         if before.chunks:
             cleanup = (Delete(keys.roster(before.nonce)), *cleanup)
@@ -170,7 +193,7 @@ def publish(
 
 
 def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
-    """Ask for a handover of the current generation, or go on with the one that stands."""
+    """Write the handover record of the current generation, for the first round or, over it, for the second."""
     return Txn(
         compares=(
             _current(keys, view.fence),
@@ -184,7 +207,7 @@ def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
 
 
 def withdraw(keys: Keys, view: View) -> Txn:
-    """Give a handover up."""
+    """Give a handover up, if its record is as the leader has seen it."""
     return Txn(
         compares=(_unchanged(keys.handover, mod(view.handover)), _alive(keys, view)),
         operations=(Delete(keys.handover),),
@@ -193,12 +216,12 @@ def withdraw(keys: Keys, view: View) -> Txn:
 
 
 def discard_roster(keys: Keys, nonce: str) -> Txn:
-    """Take back a roster whose generation was not published."""
+    """Delete a roster whose generation was not published."""
     return Txn((), (Delete(keys.roster(nonce)),), why="discard an unused roster")
 
 
 def evict(keys: Keys, generation: bytes, node: str, seen_mod: int) -> Txn:
-    """Fence a member: its key is as it was before it was probed, and the generation still is the same."""
+    """Fence a member, if its key is as it was before the probe and the generation is still the same."""
     key = keys.member(node)
     return Txn(
         compares=(_unchanged(key, seen_mod), _current(keys, generation)),
@@ -208,7 +231,7 @@ def evict(keys: Keys, generation: bytes, node: str, seen_mod: int) -> Txn:
 
 
 def finish(keys: Keys, view: View, result: Result) -> Txn:
-    """Write the one result of an attempt, and clear what only a living run needs."""
+    """Write the one result of an attempt, and delete what only a living run needs."""
     return Txn(
         compares=(
             _absent(keys.result(result.attempt)),
@@ -228,9 +251,15 @@ def finish(keys: Keys, view: View, result: Result) -> Txn:
 
 
 def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Commit, *, beside: bool = False) -> Txn:
-    """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
+    """Make a checkpoint the head, if its generation is current and the head before it is the one that its writer knew.
 
-    It is the head of its directory as well, of which a run may have several; `beside` a Loop's only of that.
+    Args:
+        keys: the names of the run's keys.
+        generation: the value of the generation's key as the writer knows it.
+        head_mod: the mod revision of the head that the writer knew; with `beside`, of the directory's head.
+        attempt: the attempt that the generation belongs to; it must not have ended.
+        head: the checkpoint. It becomes the head of its directory as well, if the run has several.
+        beside: the checkpoint is not a Loop's, but saved beside one: it becomes only the head of its directory.
     """
     changed = keys.place(head.place) if beside else keys.checkpoint
     heads = {changed, keys.place(head.place)} if head.place else {changed}
@@ -242,7 +271,10 @@ def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Com
 
 
 def claim(keys: Keys, name: str, record: Preparation, *, generation: bytes, seen_mod: int, lease: int) -> Txn:
-    """Become the builder of a shared preparation that has no builder and is not done."""
+    """Become the builder of a shared data preparation, if its record is as it was read.
+
+    The record lives on the builder's `lease`, so that a builder that dies leaves the preparation free.
+    """
     key = keys.preparation(name)
     return Txn(
         compares=(_unchanged(key, seen_mod), _current(keys, generation)),
@@ -252,7 +284,7 @@ def claim(keys: Keys, name: str, record: Preparation, *, generation: bytes, seen
 
 
 def settle(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
-    """End a preparation as "done" or "failed": only its builder can, and only while its claim stands."""
+    """End a preparation as "done" or "failed". Only its builder can, and only while its claim stands."""
     key = keys.preparation(name)
     return Txn(
         compares=(_unchanged(key, claimed_mod),),
