@@ -1,5 +1,4 @@
-"""The decisions of a member, one class for each kind, and `Me`, the member's own state that they are made from. Pure.
-"""
+"""The decisions of a member, one class for each kind, and `Me`, the member's own state behind them. Pure."""
 
 from __future__ import annotations
 
@@ -194,8 +193,7 @@ class Publish(Decision):
 
 @dataclass(frozen=True)
 class Ask(Decision):
-    """Write the `handover` record, by which all workers of the generation hold, or leave after the step that it names.
-    """
+    """Write the `handover` record: all workers of the generation hold, or leave after the step that it names."""
 
     handover: HandoverRecord
 

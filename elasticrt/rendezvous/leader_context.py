@@ -80,15 +80,13 @@ class LeaderContext:
 
     @cached_property
     def failed_since(self) -> float | None:
-        """When this node first saw a report of a failure; None without one. Cached, because every seat is judged by it.
-        """
+        """When this node first saw a report of a failure, or None. Cached, because every seat is judged by it."""
         reports = self.view.reports.values()
         return min((entry.since for entry in reports if entry.record.status == "failed"), default=None)
 
     @cached_property
     def standing_since(self) -> float | None:
-        """Since when this node's steps in this generation have been standing still unusually long; None if they go on.
-        """
+        """Since when this node's steps in this generation have been standing still unusually long, or None."""
         return self.me.standing_since if self.me.running == self.generation.number else None
 
     @cached_property
@@ -157,8 +155,7 @@ class LeaderContext:
 
     @cached_property
     def sole_holder(self) -> Stored[Member] | None:
-        """The draining node with the newest copy of the state, if neither workers nor a node that stays have the state.
-        """
+        """The draining node with the newest copy of the state, if no worker and no node that stays has the state."""
         if self.in_place or not self.leaving:
             return None
         leaving = [self.view.members[seat.node] for seat in self.leaving]
@@ -433,8 +430,7 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
 
 
 def too_few(led: LeaderContext) -> Decision | None:
-    """What to do with fewer than min-nodes: wait, and at the deadline end the run for all members alike. None: enough.
-    """
+    """What to do with fewer than min-nodes: wait, and at the deadline end the run for all alike. None: enough."""
     view, spec, now = led.view, led.spec, led.now
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
@@ -560,8 +556,7 @@ def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
 
 
 def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
-    """The text of the first cause. For a hang, whose cause may be on any node, it has a part from each node's report.
-    """
+    """The text of the first cause. For a hang it has a part from each node's report: the cause may be on any node."""
     if not first.stalled:
         return first.text
     ordered = sorted(failed, key=lambda entry: entry.mod_revision)

@@ -84,8 +84,7 @@ class Outage:
         return self.since is not None and now >= self.retry_at
 
     def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
-        """The seats, among the generation's other `seats`, to ask for their generation now: all of them once a second.
-        """
+        """The seats to ask for their generation now: all `seats`, the others of the generation, once a second."""
         if now < self._listen_at:
             return ()
         self._listen_at = now + LISTEN_S

@@ -138,8 +138,7 @@ def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
 
 
 def _after_waiting(led: LeaderContext) -> Decision:
-    """The present generation waits for nodes. The next follows when there are enough and the leaving nodes have saved.
-    """
+    """The generation waits for nodes. The next follows when there are enough and the leaving nodes have saved."""
     missing, until = [seat for seat in led.seats if led.key_of(seat) and not led.said(seat, "held")], left_until(led)
     if led.leaving and missing and led.now < until:
         return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)

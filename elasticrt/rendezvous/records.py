@@ -431,14 +431,12 @@ class Keys:
 
 
 def chunk_of(node: str, chunks: int) -> int:
-    """The chunk that holds a node's seat. It follows from the name alone, so a node finds its seat without the roster.
-    """
+    """The chunk that holds a node's seat. It follows from the name, so a node finds it without the roster."""
     return zlib.crc32(node.encode()) % chunks
 
 
 def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
-    """Distribute seats over chunks by node name, `size` seats a chunk on average; () if one chunk would hold them all.
-    """
+    """Distribute seats over chunks by node name, `size` seats a chunk on average; () if one would hold them all."""
     count = -(-len(seats) // size)
     if count <= 1:
         return ()

@@ -185,8 +185,7 @@ class Replica:
                 self._watches[range_] = number
 
     def _unfollow(self, range_: str) -> None:
-        """Drop what the watch of a range delivers from now on. `_follow` cancels the watch before the next one begins.
-        """
+        """Drop what the watch of a range delivers from now on. `_follow` cancels it before the next watch begins."""
         self._ended.append(self._watches.pop(range_))
 
     def _check_unreadable(self) -> None:

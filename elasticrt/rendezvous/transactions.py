@@ -59,8 +59,7 @@ def _current(keys: Keys, generation: bytes) -> Compare:
 
 
 def _alive(keys: Keys, view: View) -> Compare:
-    """The writer's own member key still is the one that it created: nobody has fenced the writer, and its lease lives.
-    """
+    """The writer's own member key still is the one that it created: the writer is not fenced, its lease lives."""
     mine = view.members.get(view.node)
     return Compare(keys.member(view.node), "create", mine.create_revision if mine else 0)
 

@@ -201,8 +201,7 @@ class View:
 
     @property
     def roster_known(self) -> bool:
-        """Whether `seats` belong to the current generation. The roster of a generation just seen is still to be read.
-        """
+        """Whether `seats` belong to the current generation. After a change the new roster is still to be read."""
         return self.generation is None or self.roster_nonce == self.generation.record.nonce
 
     def order(self) -> list[Seat]:
@@ -221,8 +220,7 @@ class View:
         return [each for each in others if chunk_of(each.node, chunks) == chunk_of(seat.node, chunks)]
 
     def seat_of(self, member: Member) -> Seat | None:
-        """The seat of a member in its present life, or None. A seat of another life of the node is not this member's.
-        """
+        """The seat of a member in its present life, or None. A seat of another life is not this member's."""
         seat = self.seats.get(member.node)
         return seat if seat is not None and seat.incarnation == member.incarnation else None
 
@@ -271,8 +269,7 @@ def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int
 
 
 def _known_until(view: View, key: str) -> int:
-    """The revision up to which a key's changes are in the view, by a read of its range or by the observer's own write.
-    """
+    """The revision up to which a key's changes are in the view, by a read of its range or by an own write."""
     read = (at for range_, at in view.read_at.items() if covers(range_, key))
     return max(view.wrote.get(key, 0), *read, 0)
 
