@@ -1,4 +1,4 @@
-"""Where etcd is: parsing `--etcd` and deciding whether talking to it without TLS is acceptable. Pure."""
+"""Where etcd is: parses `--etcd`, and decides whether talking to it without TLS is acceptable. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SOCKET_PATH_MAX_BYTES = 107
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,254}}$)(?!_){_LABEL}(\.{_LABEL})*\.?")
-"""Python's resolver raises UnicodeError, which is no OSError, for a label that is empty or longer than 63."""
+"""A host name. Its labels have 1 to 63 characters, because for others Python's resolver raises UnicodeError, which is
+no OSError."""
 
 _ENDPOINT = re.compile(r"(?:(https?)://)?(\[[^\]]*\]|[^\[\]:/?#]*)(?::([^:/?#]*))?/?", re.IGNORECASE)
 _EXPECTED = (
@@ -27,7 +28,10 @@ _EXPECTED = (
 
 
 def parse_endpoints(text: str, where: str = "--etcd") -> tuple[Address, ...]:
-    """The endpoints in `text`, given as `where`, in order, without repetitions; at least one. Raises ConfigError."""
+    """The endpoints in `text`, in order, without repetitions; at least one.
+
+    Raises ConfigError about the option `where`.
+    """
     addresses: list[Address] = []
     for item in text.split(","):
         address = _parse_endpoint(item.strip(), where)
@@ -37,11 +41,15 @@ def parse_endpoints(text: str, where: str = "--etcd") -> tuple[Address, ...]:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether this address can only mean this machine. Names other than `localhost` are not resolved: they can't."""
+    """Whether this address can only mean this machine.
+
+    Names other than `localhost` are not resolved, because a name never proves that.
+    """
     if address.scheme == "unix":
         return True
     if address.host.lower().rstrip(".") == "localhost":
         return True
+    # ::ffff:127.0.0.1 is the IPv4 address in IPv6 notation, and `is_loopback` of ipaddress does not always look inside.
     ip = _as_ip(address.host)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         return ip.ipv4_mapped.is_loopback
@@ -49,7 +57,7 @@ def is_loopback(address: Address) -> bool:
 
 
 def check_security(addresses: tuple[Address, ...], insecure: bool) -> None:
-    """Refuse plain http to another machine unless the user asked for it. Raises ConfigError."""
+    """Refuse plain http to another machine unless the user has accepted it (`insecure`). Raises ConfigError."""
     for address in addresses:
         if address.scheme == "http" and not is_loopback(address) and not insecure:
             raise ConfigError(
@@ -62,7 +70,7 @@ def check_security(addresses: tuple[Address, ...], insecure: bool) -> None:
 
 
 def check_host(text: str, option: str) -> str:
-    """A host name or an IP address, as given to `option`; brackets around IPv6 are taken off. Raises ConfigError."""
+    """A host name or an IP address without the brackets around IPv6. Raises ConfigError about the option `option`."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if _as_ip(bare) is None and not _is_name(bare):
         expected, remedy = "a name or an address", "Example: node-1 or 10.0.0.5"
@@ -71,6 +79,7 @@ def check_host(text: str, option: str) -> str:
 
 
 def _is_name(host: str) -> bool:
+    """Whether `host` is a well-formed name. One of digits and dots only is a mistyped IPv4 address."""
     looks_numeric = all(character in "0123456789." for character in host)
     return _HOST.fullmatch(host) is not None and not looks_numeric
 
@@ -79,7 +88,8 @@ def _parse_endpoint(item: str, where: str) -> Address:
     if item.startswith("unix:"):
         return _parse_socket(item, where)
     if "@" in item:
-        # A password on a command line is in the process list and in every log; refusing it teaches the right way.
+        # A password on a command line is in the process list and in every log, so it is refused, and hidden in the
+        # message.
         remedy = "Use --etcd-user and --etcd-password-file"
         got = item[: item.find("://") + 3 if "://" in item else 0] + "***@" + item.rpartition("@")[2]
         raise ConfigError("an endpoint with a user name in it", where, got=got, expected=_EXPECTED, remedy=remedy)

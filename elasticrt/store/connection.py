@@ -1,7 +1,8 @@
-"""The way to an etcd of one or more endpoints: which one is in use, logging in, repeating what may be repeated.
+"""The connection to an etcd of one or more endpoints: it chooses the endpoint, logs in, and repeats failed requests.
 
-Every RPC of `EtcdStore` goes through `Connections.ask`. It owns the deadline of an operation, moves to the next
-endpoint when one fails, and turns every gRPC error into one of `protocol`'s. The watch stream borrows an endpoint.
+Every RPC of `EtcdStore` goes through `Connections.ask`, which owns the deadline of an operation. It moves to the next
+endpoint when one fails, and turns every gRPC error into one of `protocol`'s. The watch stream uses the current endpoint
+directly.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from elasticrt.store.protocol import (
     StoreUnavailable,
 )
 
-# gRPC's C core would write every failed handshake to stderr. It reads this once, while it is imported; workers and the
-# user's own settings are left alone. Every failure reaches us as an error with the same text anyway.
+# gRPC's C core writes every failed handshake to stderr by default. Each failure reaches us as an error with the same
+# text anyway, so the log is switched off. The C core reads the variable once, while it is imported. The variable is
+# deleted again, so that workers do not inherit it. A user's own setting stays.
 if "GRPC_VERBOSITY" in os.environ or "grpc" in sys.modules:
     import grpc as grpc  # noqa: PLC0414  Others import it from here.
 else:
@@ -44,22 +46,29 @@ else:
 _logger = logging.getLogger(__name__)
 
 TRY_S_MIN = 0.25
-"""With several endpoints one silent one may use up only its share of the deadline, but not less than this."""
+"""With several endpoints a silent one may use up only its share of the deadline, but not less than this, in seconds."""
 
 PAUSE_S_MIN = 0.02
+"""Pauses between two tries, in seconds, are drawn from 0 to a limit that grows from the first value to the second."""
 PAUSE_S_MAX = 0.5
 """Pauses between two tries are drawn from 0 to a limit that grows from the one to the other."""
 
 Dial = Callable[[Address, Credentials], Any]
-"""Makes an etcd3 client of one address (in `etcd.py`, the only importer of etcd3)."""
+"""Makes an etcd3 client for one address. (Defined in `etcd.py`, the only importer of etcd3.)"""
 
 
 class _AgainError(Exception):
-    """This try had no effect, or may be repeated; the text becomes the operation's error when time is over."""
+    """This try had no effect, or may be repeated. The text becomes the operation's error when the time is over."""
 
 
 class Endpoint:
-    """One endpoint: its channel, stubs and login. Connecting happens with the first RPC."""
+    """One endpoint: its channel, stubs and login. The first RPC connects.
+
+    Args:
+        address: where the endpoint is.
+        credentials: the user to log in as, if any.
+        client: the etcd3 client of this address.
+    """
 
     def __init__(self, address: Address, credentials: Credentials, client: Any) -> None:
         self.address = address
@@ -75,11 +84,11 @@ class Endpoint:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every RPC carries: the token of the login, when there is one."""
+        """The metadata of every RPC: the token of the login, if there is one."""
         return (("token", self._token),) if self._token else ()
 
     def log_in(self, timeout_s: float) -> None:
-        """Fetch a token when a user is configured and none is there. Raises grpc.RpcError, ConfigError."""
+        """Fetch a token if a user is configured and there is no token yet. Raises grpc.RpcError, ConfigError."""
         # Threads whose token has expired come here together. The first one's login serves all of them.
         with self._lock:
             if self._credentials.user is None or self._token is not None:
@@ -90,28 +99,38 @@ class Endpoint:
             try:
                 self._token = self._auth.Authenticate(request, timeout=timeout_s).token
             except grpc.RpcError as error:
-                # As etcd's own client does: without authentication on the server no login is needed.
+                # etcd's own client does the same: a server with authentication switched off needs no login.
                 if judge_error(*status(error)) is not ErrorMeaning.NO_AUTH:
                     raise
                 self._token = ""
 
     def log_out(self, metadata: tuple[tuple[str, str], ...]) -> bool:
-        """Forget the token that was used in `metadata`, if it is still the current one. False without a user."""
+        """Forget the token that was used in `metadata`, if it still is the current one. False if there is no user."""
         with self._lock:
+            # Another thread may have logged in again meanwhile. Its new token is good.
             if metadata == self.metadata:
                 self._token = None
         return self._credentials.user is not None
 
     def close(self) -> None:
-        """Close the channel; RPCs under way end with CANCELLED."""
+        """Close the channel. RPCs under way end with CANCELLED."""
         self._client.close()
 
 
 class Connections:
-    """All endpoints of one store, at `addresses`. Safe to use from several threads.
+    """All endpoints of one store. Safe to use from several threads.
 
-    `dial` makes the client of one endpoint with `credentials`; `timeout_s` bounds every operation, its repetitions
-    included.
+    Args:
+        addresses: the endpoints, tried in this order.
+        credentials: how to authenticate at each of them.
+        dial: makes the client of one endpoint.
+        timeout_s: bounds every operation, its repetitions included, in seconds.
+
+    Attributes:
+        names: the addresses, for messages.
+        timeout_s: as given.
+        reached: whether any operation has been answered.
+        store_id: the id of the store that was read last. The watcher compares it with the store that answers a watch.
     """
 
     def __init__(self, addresses: tuple[Address, ...], credentials: Credentials, dial: Dial, timeout_s: float) -> None:
@@ -124,11 +143,11 @@ class Connections:
         self._closed = threading.Event()
         self._endpoints: list[Endpoint | None] = [None] * len(addresses)
         self._current = 0
-        self.reached = False  # Whether an operation has had an answer.
-        self.store_id = ""  # Of the store that was read last; another store's answer to a watch is noticed.
+        self.reached = False
+        self.store_id = ""
 
     def current(self) -> Endpoint:
-        """The endpoint in use. Raises StoreUnavailable after `close`, ConfigError when a credentials file is bad."""
+        """The endpoint in use. Raises StoreUnavailable after `close`, ConfigError if a credentials file is bad."""
         with self._lock:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self.names)})")
@@ -140,12 +159,13 @@ class Connections:
             return endpoint
 
     def failed(self, endpoint: Endpoint, *, redial: bool = False) -> None:
-        """Use the next endpoint, unless another thread does already. `redial`: read the TLS files again next time."""
+        """Use the next endpoint, unless another thread does already. With `redial`, read its TLS files again."""
         with self._lock:
             if redial and endpoint in self._endpoints:
                 self._endpoints[self._endpoints.index(endpoint)] = None
                 endpoint.close()
-            # Several operations may fail at one endpoint. Only the first moves on: the next endpoint has not failed.
+            # Several operations may fail at one endpoint. Only the first one moves on, because the next endpoint has
+            # not failed.
             if endpoint.address == self._addresses[self._current]:
                 self._current = (self._current + 1) % len(self._addresses)
 
@@ -154,9 +174,9 @@ class Connections:
 
         Args:
             what: the operation, for messages.
-            method: gives an endpoint's stub.
+            method: gives the stub of an endpoint.
             request: the message to send.
-            repeatable: otherwise it is repeated only after errors that prove that it had no effect.
+            repeatable: if false, the request is repeated only after errors which prove that it had no effect.
 
         Raises StoreUnavailable, StoreRefused, LeaseLost, ConfigError.
         """
@@ -172,7 +192,7 @@ class Connections:
             return retrying(operation.attempt, method, request)
         except _AgainError as error:
             message = f"no answer from etcd to {what} within {self.timeout_s:g} s"
-            # A server with TLS hangs up on a client without, and the reverse.
+            # A server with TLS hangs up on a client without TLS, and the reverse. gRPC's text is the only sign of it.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             remedy = "An etcd without TLS needs http://" if "Handshake read failed" in str(error) else remedy
             remedy = _CHECK_LOGIN if "invalid user ID or password" in str(error) else remedy
@@ -190,33 +210,37 @@ class Connections:
 
 
 class _Operation:
-    """One operation's tries."""
+    """The tries of one operation."""
 
     def __init__(self, connections: Connections, what: str, repeatable: bool) -> None:
         self._connections = connections
         self._what = what
         self._repeatable = repeatable
         self._deadline = time.monotonic() + connections.timeout_s
+        # One new login is enough: a fresh token that is refused as well has not expired.
         self._logins_left = 1
         self._untrusted: set[str] = set()
         self._last_failure = "no time for a try"
-        self._refusal = ""  # Of the login, which says more than what follows it.
+        # The text of a refused login: it says more than the errors that follow.
+        self._refusal = ""
 
     def attempt(self, method: Callable[[Endpoint], Any], request: Any) -> Any:
-        """One try, at the endpoint in use."""
+        """Try once, at the endpoint in use."""
         timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
-        # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
+        # A transaction gets all the time there is, because a try that is cut off leaves its effect unknown.
         if self._repeatable and len(self._connections.names) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections.names)))
-        until = time.monotonic() + timeout_s  # Of the login and the request together.
+        # This bounds the login and the request together.
+        until = time.monotonic() + timeout_s
         try:
             endpoint = self._connections.current()
         except ConfigError as error:
             if not self._connections.reached:
                 raise
-            self._last_failure = str(error)  # The files are just being replaced.
+            # The operation before could read these files, so they are just being replaced.
+            self._last_failure = str(error)
             raise _AgainError(self._last_failure) from error
         metadata, sent = endpoint.metadata, False
         try:
@@ -232,13 +256,14 @@ class _Operation:
     def _meaning(
         self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
     ) -> Exception:
-        """What an error means for this operation. `sent` is false for errors of the login before it."""
+        """The exception to raise for an error of this operation. `sent` is false if the login before it failed."""
         code, details = status(error)
         meaning, where = judge_error(code, details), str(endpoint.address)
         if meaning is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
             meaning = ErrorMeaning.NOT_SENT
         if meaning is ErrorMeaning.REFUSED and not sent and self._connections.reached:
-            meaning = ErrorMeaning.NOT_SENT  # A login that was good before: the user or its password is being replaced.
+            # The login was good before: the user or its password is being replaced.
+            meaning = ErrorMeaning.NOT_SENT
             self._refusal = f"{details} at {where}"
         match meaning:
             case ErrorMeaning.NOT_SENT:
@@ -272,13 +297,14 @@ class _Operation:
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:
-    """Name of the code and text of a gRPC error."""
-    call: Any = error  # Every error that an RPC raises is also a grpc.Call; the type does not say so.
+    """The name of a gRPC error's code, and its text."""
+    # Every error that an RPC raises is also a grpc.Call, but its type does not say so.
+    call: Any = error
     return call.code().name, call.details() or ""
 
 
 def cause(details: str) -> str:
-    """The part of gRPC's text that says what happened; it stands at the end, behind names of layers and addresses."""
+    """The part of gRPC's text that says what happened. It stands at the end, behind names of layers and addresses."""
     text = details.rsplit("last error: ", 1)[-1]
     for noise in (
         r"^(\w+: )?(ipv[46]|unix):\S+: ",
@@ -292,7 +318,7 @@ def cause(details: str) -> str:
 
 
 def refused(what: str, where: str, code: str, details: str) -> StoreRefused:
-    """The error for an answer that says no, with the remedy for the usual ones."""
+    """The exception for an answer that says no, with the remedy for the usual reasons."""
     text = f"{code} {details}".lower()
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")
     kinds = {"space exceeded": StoreFull, "permission denied": StoreForbidden}
@@ -309,11 +335,14 @@ _REMEDIES = {
     "space exceeded": "etcd is full: compact and defragment it or raise its quota, then `etcdctl alarm disarm`",
     "unimplemented": "Is this etcd 3.4 or newer?",
 }
-"""By a part of the code and text of a refusal."""
+"""Remedies by a part of the code and text of a refusal."""
 
 
 def read_file(path: str, errors: str = "strict") -> str:
-    """The text of a file of credentials; `errors`: what to do with bytes that are not UTF-8. Raises ConfigError."""
+    """The text of a file of credentials. Raises ConfigError.
+
+    `errors` is the handling of bytes that are not UTF-8, as for `open`.
+    """
     try:
         return Path(path).read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:

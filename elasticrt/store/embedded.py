@@ -1,9 +1,13 @@
 """The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives them.
 
 The runtime directory holds a record for each run that has such a server. Reading and writing there needs the lock on
-the directory itself. It holds no secrets, but a user who can write there can send agents to another server, so it must
-be this user's alone. What a crashed server leaves is removed, and a fresh one with a new identity takes its place: the
-version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
+the directory itself. The directory holds no secrets, but a user who can write there can send agents to another server,
+so it must belong to this user alone.
+
+What a crashed server leaves is removed, and a fresh server with a new identity takes its place. The etcd that pip
+installs may lose acknowledged writes in a crash, so its data is never used again.
+
+Each server has a supervisor, called its keeper: the process of `embedded_supervisor`.
 """
 
 from __future__ import annotations
@@ -31,17 +35,18 @@ from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
 from elasticrt.store.protocol import Address
 
 START_S_MAX = 40.0
-"""A keeper that has not answered by then is killed."""
+"""A keeper that has not answered after this many seconds is killed."""
 KILLED_S_MAX = 1.0
+"""How many seconds to wait for the end of a keeper that was killed."""
 
 LOCK_S_MAX = 60.0
-"""Longer than any start or stop of a server takes."""
+"""How many seconds to wait for the lock. Any start or stop of a server takes less."""
 
 PLACE, SESSIONS = "/tmp", "/run/user"  # noqa: S108  What is there is checked.
-"""Where the runtime directory is, and where login sessions have directories of their own."""
+"""The parent of the runtime directory, and the parent of the directories that login sessions have."""
 
 DATA_PREFIX = "elasticrt-etcd-"
-"""Of the data directories, below the directory for temporary files."""
+"""The prefix of the data directories' names, in the directory for temporary files."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Served:
     Attributes:
         address: where clients reach it.
         keeper_pid: the process that started etcd, and ends it when the run no longer needs it.
-        keeper_start: tells the keeper from a later process with the same number (kernel ticks since boot).
+        keeper_start: when the keeper started (kernel ticks since boot). It tells the keeper from a later process with
+            the same number.
     """
 
     address: Address
@@ -59,14 +65,14 @@ class Served:
     keeper_start: int
 
     def lives(self) -> bool:
-        """Whether its keeper still runs; etcd does not outlive it."""
+        """Whether the keeper still runs. etcd does not outlive it."""
         return start_of(self.keeper_pid) == self.keeper_start
 
 
 def find(run_id: str) -> Served | None:
     """The server of this run on this machine, if there is one. Looking for it does not keep it alive.
 
-    Raises ConfigError when the runtime directory is unsafe.
+    Raises ConfigError if the runtime directory is unsafe.
     """
     with locked() as (directory, _):
         return _living(record_of(directory, run_id))
@@ -75,20 +81,21 @@ def find(run_id: str) -> Served | None:
 def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
     """The server of this run on this machine, started if need be: on a socket of this user's, or at `listen`.
 
-    It ends when no member of the run has been there for half a minute (much sooner when the run has its result).
-    Raises StoreError when it does not start; ConfigError when there is no etcd to start, `listen` is not ours to serve
-    or the runtime directory is unsafe.
+    The server ends when the run has had no member for half a minute (much sooner when the run has its result). Raises
+    StoreError if it does not start; ConfigError if there is no etcd to start, `listen` is not ours to serve or the
+    runtime directory is unsafe.
     """
     with locked() as (directory, lock_fd):
         record = record_of(directory, run_id)
         if _living(record) is None:
-            # No keeper that was killed removes its own record, and its run may never come back.
+            # A keeper that was killed leaves its record behind, and its run may never come back. So records of all runs
+            # are looked at.
             for path in directory.glob("*.json"):
                 _living(path)
             _start(run_id, record, lock_fd, listen)
         served = _living(record)
-        # The keeper waits for the agent that has found its server: it compares this time before it ends. Where etcd has
-        # ended by itself it removes its record meanwhile.
+        # The new time of the record tells the keeper to wait for this agent: the keeper compares it before it ends. If
+        # etcd has ended by itself, the keeper has removed the record meanwhile.
         with suppress(FileNotFoundError):
             os.utime(record)
             if served is not None:
@@ -97,7 +104,7 @@ def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
 
 
 def read_record(path: Path) -> Served | None:
-    """What a keeper registered; None when there is nothing, or nothing that makes sense."""
+    """The server that a keeper has recorded; None if there is no record, or none that can be read."""
     try:
         fields = json.loads(path.read_bytes())
         return Served(**{**fields, "address": Address(**fields["address"])})
@@ -106,7 +113,7 @@ def read_record(path: Path) -> Served | None:
 
 
 def write_record(path: Path, served: Served) -> None:
-    """Register a server, in one step. With the lock held. Raises StoreError where that cannot be written."""
+    """Record a server, in one step. The lock must be held. Raises StoreError if the record cannot be written."""
     draft = path.with_suffix(".new")
     try:
         draft.write_text(json.dumps(asdict(served)), encoding="utf-8")
@@ -125,15 +132,15 @@ def record_of(directory: Path, run_id: str) -> Path:
 
 @contextmanager
 def locked() -> Iterator[tuple[Path, int]]:
-    """Hold the lock of this user's embedded servers; yields the runtime directory, and the descriptor with the lock.
+    """Hold the lock of this user's embedded servers. Yields the runtime directory, and the descriptor with the lock.
 
-    A process that inherits the descriptor holds the lock as well, until all have closed it. Raises ConfigError when the
-    directory is unsafe, StoreError when the lock is not to be had in a minute.
+    A process that inherits the descriptor holds the lock as well, until all of them have closed it. Raises ConfigError
+    if the directory is unsafe, StoreError if the lock is not free within a minute.
     """
     directory = runtime_directory()
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        # A blocking flock has no deadline, and one that hangs would hang every agent of this user.
+        # A blocking flock has no deadline, and one that hangs would hang every agent of this user. So it is polled.
         deadline = time.monotonic() + LOCK_S_MAX
         while not _locks(fd):
             if time.monotonic() >= deadline:
@@ -146,6 +153,7 @@ def locked() -> Iterator[tuple[Path, int]]:
 
 
 def _locks(fd: int) -> bool:
+    """Whether the lock could be taken on this descriptor, without waiting."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,7 +162,7 @@ def _locks(fd: int) -> bool:
 
 
 def _living(record: Path) -> Served | None:
-    """The server of a record; None when its keeper has ended, and then the record is removed."""
+    """The server of a record. None if its keeper has ended; then the record is removed."""
     served = read_record(record)
     if served is not None and served.lives():
         return served
@@ -163,7 +171,7 @@ def _living(record: Path) -> Served | None:
 
 
 def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> None:
-    """Start a keeper and wait until its server is registered."""
+    """Start a keeper and wait until its server is recorded."""
     order = {
         "run_id": run_id,
         "record": str(record),
@@ -179,12 +187,13 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd="/",  # Neither a user's file called json.py nor a directory to be unmounted is in the way.
+            # Neither a user's file called json.py nor a directory that is to be unmounted is in the way there.
+            cwd="/",
             env=_environment(),
             pass_fds=(lock_fd,),
             start_new_session=True,
         )
-        # This process will talk to the server: load the client while it starts.
+        # This process will talk to the server, so it loads the client while the server starts.
         import elasticrt.store.etcd  # noqa: F401
 
         text = _said(keeper)
@@ -195,17 +204,17 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
     if not text:
         what = "the keeper of the embedded etcd died or hung while it started"
         raise StoreError(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
-    # The keeper has said "" if its server is there, else why it is not.
+    # The keeper says "" when its server is there, otherwise why it is not.
     if error := json.loads(text):
         raise StoreError(error)
 
 
 def _said(keeper: subprocess.Popen[bytes]) -> bytes:
-    """What a keeper says when its server is there, or cannot be. One that says nothing in time is killed."""
+    """The answer of a keeper when its server is there, or cannot be. A keeper without a timely answer is killed."""
     try:
         text, _ = keeper.communicate(timeout=START_S_MAX)
     except subprocess.TimeoutExpired:
-        # It holds the lock of all of this user's runs, or its fork does, which is in its process group.
+        # The keeper, or its fork in the same process group, holds the lock that all runs of this user need.
         with suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -215,7 +224,10 @@ def _said(keeper: subprocess.Popen[bytes]) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without etcd's variables, and so that the keeper finds this very package when it is not installed."""
+    """This process's environment without etcd's variables, in which the keeper finds this very package.
+
+    The package may not be installed: then its directory is put on PYTHONPATH.
+    """
     environment = etcd_server.environment()
     root = str(Path(elasticrt.__file__).parents[1])
     if root in sys.path and not {"site-packages", "dist-packages"} & set(Path(root).parts):
@@ -225,21 +237,23 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def new_data() -> Iterator[Path]:
-    """A data directory, removed afterwards, in which a server can have its socket: if the path is too long, in /tmp.
+    """A data directory for a server and its socket, removed afterwards; in /tmp if the usual path is too long.
 
-    It is locked until this process ends. A directory that is not locked was left by a process that was killed: it is
-    removed.
+    The directory is locked until this process ends. An unlocked directory was left by a process that was killed, so it
+    is removed.
     """
     where = tempfile.gettempdir()
     room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{etcd_server.SOCKET}")
-    where = where if len(os.fsencode(where)) <= room else "/tmp"  # noqa: S108  It makes a directory of ours alone.
+    # /tmp belongs to all users, but `mkdtemp` makes a directory of this user alone.
+    where = where if len(os.fsencode(where)) <= room else "/tmp"  # noqa: S108
     for left in Path(where).glob(f"{DATA_PREFIX}*"):
         fd = -1 if what_is_unsafe(left) else _hold(left)
         if fd >= 0:
             shutil.rmtree(left, ignore_errors=True)
             os.close(fd)
     while _hold(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
-        pass  # Another process has taken it for one that was left.
+        # Another process took the new directory for one that was left, before it was locked here.
+        pass
     try:
         yield data
     finally:
@@ -247,11 +261,12 @@ def new_data() -> Iterator[Path]:
 
 
 def _hold(data: Path) -> int:
-    """Lock a directory; the descriptor that has the lock, -1 where another process holds or has removed it."""
+    """Lock a directory. Returns the descriptor that has the lock, -1 if another process holds or has removed it."""
     try:
         fd = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return -1
+    # Between `open` and the lock another process may have removed the directory.
     if _locks(fd) and data.exists():
         return fd
     os.close(fd)
@@ -259,12 +274,12 @@ def _hold(data: Path) -> int:
 
 
 def runtime_directory() -> Path:
-    """`/tmp/elasticrt-<uid>`, made if need be; below `$XDG_RUNTIME_DIR` where that is not the login session's.
+    """`/tmp/elasticrt-<uid>`, made if need be; below `$XDG_RUNTIME_DIR` if that is not the login session's.
 
-    A login session's is not there for cron and services, and goes with the session: two agents of one run would have
-    two servers. It is used where another user has taken the name in /tmp.
+    A login session's directory does not exist for cron jobs and services, and goes with the session. With it two agents
+    of one run would have two servers. So it is used only if another user has taken the name in /tmp.
 
-    Raises ConfigError when it is not a directory that only this user can touch.
+    Raises ConfigError if the directory is not one that only this user can touch.
     """
     uid = os.getuid()
     session, chosen = Path(SESSIONS, str(uid)), Path(os.environ.get("XDG_RUNTIME_DIR", ""))
@@ -289,14 +304,14 @@ def runtime_directory() -> Path:
 
 
 def _is_ours(parent: Path) -> bool:
-    """Whether this user can make something there, and no other can. Others may look into it."""
+    """Whether this user can create files in `parent` and no other user can. Others may read it."""
     return os.access(parent, os.W_OK | os.X_OK) and not what_is_unsafe(parent.resolve(), 0o022)
 
 
 def what_is_unsafe(directory: Path, forbidden: int = 0o077) -> str:
-    """Why others than this user can get at what is in there; "" when they can't, and when there is nothing.
+    """Why other users can get at what is in the directory; "" if they cannot, or if there is no directory.
 
-    `forbidden`: the bits of its mode that let others in.
+    `forbidden` has the mode bits that let other users in.
     """
     try:
         found = directory.lstat()

@@ -1,8 +1,8 @@
 """The keeper of an embedded etcd: the process that starts it, and stops it when the run no longer needs it.
 
-Run by `embedded.find_or_start` as `python -m elasticrt.store.embedded_supervisor JSON`. It has a session of its own and
-no parent that waits for it, so it outlives the agent that started it; etcd dies with it. It loads grpc only when the
-server is ready and registered: that is what the agents wait for.
+`embedded.find_or_start` runs it as `python -m elasticrt.store.embedded_supervisor JSON`. It has a session of its own
+and no parent that waits for it, so it outlives the agent that started it. etcd dies with it. It loads grpc only when
+the server is ready and recorded, because the agents wait for that.
 """
 
 from __future__ import annotations
@@ -27,36 +27,47 @@ from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address, Store
 
 LOOK_S = 0.5
-"""How often the members are counted. It delays nothing but the keeper's own end."""
+"""Seconds between two counts of the members. They delay nothing but the keeper's own end."""
 
 LINGER_S = 30.0
-"""A run without members may go on: its server waits so long for the next one."""
+"""A run without members may go on: its server waits this many seconds for the next one."""
 
 AFTER_RESULT_S = 1.0
-"""A run that has its result and no members is over this soon."""
+"""A run that has its result is over this many seconds after its last member has left."""
 
 FOUND_S = 5.0
-"""An agent that has just found the server of an ended run gets this long to become a member."""
+"""An agent that has just found the server of an ended run gets this many seconds to become a member."""
 
 LEAVE_S = 60.0
-"""How long members may take to hand over and leave, after a signal that they have got as well."""
+"""How many seconds members may take to hand over and leave after SIGTERM, which they have got as well."""
 
 
 class Need:
-    """Whether a run still needs its server. Times are in seconds on the clock of `now`."""
+    """Whether a run still needs its server. Times are in seconds on the clock of `now`.
+
+    Args:
+        store: the run's etcd.
+        run_id: the run.
+        now: the time at which the server became ready.
+    """
 
     def __init__(self, store: Store, run_id: str, now: float) -> None:
         self._store = store
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
+        # When there last was a member, and when an agent last found the server.
         self._left_at = self._found_at = now
         self._touched_ns, self._end_by, self._leaves = 0, float("inf"), False
 
     def leave(self, by: float) -> None:
-        """End when the last member has left, or at `by`: they have been asked to leave."""
+        """The members have been asked to leave: the server ends after the last of them, or at `by`."""
         self._leaves, self._end_by = True, min(self._end_by, by)
 
     def over(self, touched_ns: int, now: float) -> bool:
-        """Whether the server can end. `touched_ns` changes whenever an agent finds it, and will soon be a member."""
+        """Whether the server can end.
+
+        `touched_ns` is the time of the record. It changes whenever an agent finds the server, and that agent will soon
+        be a member.
+        """
         if touched_ns != self._touched_ns:
             self._touched_ns, self._found_at = touched_ns, now
         if now >= self._end_by:
@@ -69,20 +80,22 @@ class Need:
                 return True
             has_result = bool(self._store.read(self._result, limit=1).keys)
         except StoreError:
-            return False  # It counts as needed until it answers.
+            # A server that does not answer counts as needed until it does.
+            return False
         after_leaving_s, after_finding_s = (AFTER_RESULT_S, FOUND_S) if has_result else (LINGER_S, LINGER_S)
         return now >= max(self._left_at + after_leaving_s, self._found_at + after_finding_s)
 
 
 def keep_up(etcd: EtcdProcess) -> bool:
-    """Start it again when SIGTERM has ended it; False when it has ended in any other way.
+    """Start etcd again after SIGTERM has ended it. Returns whether etcd runs: False if it has ended in any other way.
 
     A scheduler sends SIGTERM to every process of a job, and etcd obeys at once, while the agents still hand over. An
     orderly end loses no data, so the same server is there again in a tenth of a second.
     """
     assert etcd.process is not None
     if etcd.process.poll() == -signal.SIGTERM:
-        with suppress(StoreError):  # Then it has ended, and is not ready.
+        # A server that fails to start has ended, so the code below sees its end.
+        with suppress(StoreError):
             etcd.start()
     return etcd.process.returncode is None
 
@@ -90,7 +103,7 @@ def keep_up(etcd: EtcdProcess) -> bool:
 def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
     """Return when etcd has ended or is not needed any more, and its record is removed. Raises StoreError.
 
-    SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
+    SIGTERM, which the members have got as well, ends etcd when the last of them has left. SIGINT ends it at once.
     """
     from elasticrt.store.etcd import EtcdStore
 
@@ -99,7 +112,8 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
     while keep_up(etcd):
         if need.over(_touched_ns(record), time.monotonic()):
             with embedded.locked():
-                # Agents find the server under this lock. One that did since we looked is about to register.
+                # Agents find the server under this lock. An agent that found it since the look above is about to
+                # register.
                 if need.over(_touched_ns(record), time.monotonic()):
                     record.unlink(missing_ok=True)
                     store.close()
@@ -109,7 +123,8 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
             number = signals.get(timeout=LOOK_S)
             if number != signal.SIGCHLD:
                 need.leave(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
-    record.unlink(missing_ok=True)  # At once, without the lock: no agent may find a server that has ended.
+    # This is done at once, without the lock: no agent may find a server that has ended.
+    record.unlink(missing_ok=True)
     store.close()
 
 
@@ -122,8 +137,12 @@ def _touched_ns(record: Path) -> int:
 
 
 def _answer(error: str) -> None:
-    """Tell the agent that has started us, which reads our standard output to its end: "", or why it did not work."""
-    with suppress(BrokenPipeError):  # It was killed meanwhile; others find us.
+    """Tell the agent that has started this process "", or why the server could not be started.
+
+    The agent reads this process's standard output to its end.
+    """
+    # If the agent was killed meanwhile, other agents still find the server.
+    with suppress(BrokenPipeError):
         os.write(1, json.dumps(error).encode())
     point_to_null(1)
 
@@ -132,25 +151,28 @@ def main(text: str) -> None:
     """The process. `text` is the JSON that `embedded` writes."""
     order: dict[str, Any] = json.loads(text)
     if os.fork():
-        os._exit(0)  # The agent has nothing to wait for, and init reaps the child.
+        # The agent has nothing to wait for, and init reaps the child.
+        os._exit(0)
     signals, record, me = etcd_server.caught_signals(), Path(order["record"]), os.getpid()
     try:
-        # The data is removed before the agent hears of an error: nothing is left behind.
+        # The data is removed before the agent hears of an error, so that nothing is left behind.
         with embedded.new_data() as data:
             listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
-            # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
+            # Without fsync, because the data does not outlive a crash anyway: the next server starts empty.
             etcd = EtcdProcess(Path(order["binary"]), data, listen, ("--unsafe-no-fsync",))
             try:
                 etcd.start()
                 embedded.write_record(record, Served(etcd.address, me, start_of(me)))
-                # Until this process ends: systemd-tmpfiles removes no old file that is locked.
+                # The record stays locked until this process ends: systemd-tmpfiles removes no old file that is locked.
                 fcntl.flock(os.open(record, os.O_RDONLY), fcntl.LOCK_SH)
                 _answer("")
-                os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
+                # This process held the lock as well, in case the agent died meanwhile.
+                os.close(order["lock_fd"])
                 keep(order["run_id"], etcd, record, signals)
             finally:
                 etcd.stop()
-    except (StoreError, OSError) as error:  # Where no directory can have its data, the text names those.
+    # If no directory can take the data, the error's text names the directories.
+    except (StoreError, OSError) as error:
         _answer(str(error))
 
 

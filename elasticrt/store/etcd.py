@@ -1,11 +1,11 @@
 """The real store: `protocol.Store` on etcd. The only file that imports the `etcd3` client.
 
 etcd3 makes the connection (channel, TLS). Its generated messages do not load beside a current protobuf, so ours take
-their place before it is imported; its watcher, locks and lease helpers are not used, because they lose events, spin or
-hang when a server goes away. What this package adds: one deadline per operation, endpoints in rotation, and
-transactions that are sent once.
+their place before it is imported. Its watcher, locks and lease helpers are not used, because they lose events, spin or
+hang when a server goes away. This package adds one deadline per operation, endpoints in rotation, and transactions that
+are sent once.
 
-Import it late: it takes about 0.1 s and loads grpc.
+Import this module late: it takes about 0.1 s and loads grpc.
 """
 
 from __future__ import annotations
@@ -37,35 +37,42 @@ from elasticrt.store.watcher import EtcdWatch, Watcher
 if "etcd3" not in sys.modules:
     sys.modules["etcd3.etcdrpc"] = proto
 
-# Makes the channel of each endpoint: target, TLS, options. Only now, when its messages have been replaced.
+# etcd3 makes the channel of each endpoint from target, TLS files and options. It is imported only now, when its
+# messages have been replaced.
 import etcd3
 
 CHANNEL_OPTIONS = (
-    # A server that vanished without a word is noticed after 6 + 2 s. etcd punishes pings more often than every 5 s.
+    # A server that vanished without a word is noticed after 6 + 2 s. etcd closes connections that ping more often than
+    # every 5 s.
     ("grpc.keepalive_time_ms", 6000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
-    # After an outage gRPC's default waits up to two minutes before it looks again.
+    # After an outage gRPC by default waits up to two minutes before it tries again.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A pod that comes back has another address; gRPC's default looks its name up at most every 30 s.
+    # A pod that comes back has another address. By default gRPC looks up its name at most every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    # etcd's own limits apply, not gRPC's default of 4 MiB.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # Connections are not shared with other stores of this process, whose failures would delay ours.
+    # Connections are not shared with other stores of this process: a failure of one of those would delay this store.
     ("grpc.use_local_subchannel_pool", 1),
-    # etcd is inside the cluster: a web proxy from the environment is never on the way to it.
+    # etcd is inside the cluster, so a web proxy from the environment is never on the way to it.
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class EtcdStore:
-    """`protocol.Store` on one etcd (a server or a cluster reached by several endpoints).
+    """`protocol.Store` on one etcd (a server, or a cluster reached by several endpoints).
 
     The constructor connects to nothing: the first operation does. Raises ConfigError for unusable credentials.
-    `timeout_s` bounds every operation.
+
+    Args:
+        addresses: the endpoints.
+        credentials: how to authenticate; None: not at all.
+        timeout_s: bounds every operation, in seconds.
     """
 
     def __init__(
@@ -85,14 +92,17 @@ class EtcdStore:
         return snapshot
 
     def commit(self, txn: Txn) -> TxnResult:
-        """See `protocol.Store`. Sent once; again only after errors that prove that etcd never had it."""
+        """See `protocol.Store`. Sent once, and again only after an error which proves that etcd never had it."""
         request = etcd_messages.txn_request(txn)
         what = f"carry out a transaction ({txn.why})"
         response = self._connections.ask(what, lambda endpoint: endpoint.kv.Txn, request, repeatable=False)
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
-        """See `protocol.Store`. A grant whose answer was lost is repeated; its lease, without keys, ends by itself."""
+        """See `protocol.Store`. A grant whose answer was lost is repeated.
+
+        The lost lease has no keys and ends by itself.
+        """
         request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         granted = self._connections.ask("grant a lease", lambda endpoint: endpoint.lease.LeaseGrant, request)
         return Lease(granted.ID, float(granted.TTL))
@@ -112,11 +122,11 @@ class EtcdStore:
             self._connections.ask("revoke a lease", lambda endpoint: endpoint.lease.LeaseRevoke, request)
 
     def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
-        """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
+        """See `protocol.Store`. After a `Resync` the watch is over. A new watch goes on from a new read."""
         return self._watcher.add(range_, sink, from_revision=from_revision)
 
     def status(self) -> ServerStatus:
-        """What the server says of itself. Raises StoreUnavailable, StoreRefused."""
+        """The server's status. Raises StoreUnavailable, StoreRefused."""
         request = proto.StatusRequest()
         found = self._connections.ask("ask for its status", lambda endpoint: endpoint.maintenance.Status, request)
         return ServerStatus(found.version, found.dbSize, found.dbSizeQuota, tuple(found.errors))
@@ -128,8 +138,9 @@ class EtcdStore:
 
 
 def _dial(address: Address, credentials: Credentials) -> Any:
-    """An etcd3 client for one address; it connects with its first RPC."""
-    # gRPC's name of the target is host:port, so that of a socket is unix:/path.
+    """An etcd3 client for one address. Its first RPC connects."""
+    # etcd3 joins host and port to gRPC's target "host:port". The target of a socket is "unix:/path", so the two parts
+    # are "unix" and the path.
     unix = address.scheme == "unix"
     host, port = ("unix", address.host) if unix else (bracketed(address.host), address.port)
     tls: dict[str, str | None] = {}
@@ -140,6 +151,8 @@ def _dial(address: Address, credentials: Credentials) -> Any:
 
 
 def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
+    # The PyPI package etcd3-py installs a module of the same name.
+    """Raises ConfigError for credentials that cannot be used with these addresses."""
     if not hasattr(etcd3, "Etcd3Client"):
         raise ConfigError(
             "another package took the name of the etcd client",
@@ -159,7 +172,8 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         where, remedy = "--etcd-user, --etcd-password-file", "Give both or neither"
         raise ConfigError("half a login", where, expected="the name and its password", remedy=remedy)
     if any(address.scheme == "https" for address in addresses):
-        # Only now: while they are renewed the key may be that of another certificate for a moment.
+        # The pair is checked only here, and not with each connection: while the files are being renewed the key may
+        # belong to another certificate for a moment.
         trusted, where = _check_files(credentials), "--etcd-ca-file, --etcd-cert-file, --etcd-key-file"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         check_pem_files(context, where, trusted, credentials.cert_file, credentials.key_file)
@@ -168,11 +182,12 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
 
 
 def _check_files(credentials: Credentials) -> str:
-    """The file of the authorities to trust. Raises ConfigError when this file or another one can't be read."""
+    """The file of the authorities to trust. Raises ConfigError if a TLS file cannot be read."""
     trusted = credentials.ca_file or ssl.get_default_verify_paths().cafile
     if trusted is None:
         raise ConfigError("no certificate authority to trust", "--etcd", expected="--etcd-ca-file")
     for path in (trusted, credentials.cert_file, credentials.key_file):
         if path is not None:
-            read_file(path, errors="replace")  # Certificates may have comments in any encoding.
+            # Certificates may have comments in any encoding.
+            read_file(path, errors="replace")
     return trusted

@@ -1,4 +1,4 @@
-"""Between `protocol`'s values and etcd's messages. No I/O: it only builds and takes apart messages."""
+"""Converts between `protocol`'s values and etcd's messages. No I/O."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, T
 
 
 def encode_key(key: str) -> bytes:
-    """UTF-8; what `decode_key` could not decode goes back as the bytes it was."""
+    """A key as bytes: UTF-8. Bytes that `decode_key` could not decode come out as they were."""
     return key.encode("utf-8", "surrogateescape")
 
 
 def decode_key(key: bytes) -> str:
-    """UTF-8; a foreign key that is not stays distinguishable and never raises."""
+    """A key as text. It never raises: bytes of a foreign key that are not UTF-8 become lone surrogates."""
     return key.decode("utf-8", "surrogateescape")
 
 
 def key_range(range_: str) -> tuple[bytes, bytes]:
-    """Key and range end of a request. The end of a prefix is its successor of the same length."""
+    """The `key` and `range_end` of a request. The end of a prefix is its successor of the same length."""
     key = encode_key(range_)
     return key, key[:-1] + bytes([ord("/") + 1]) if range_.endswith("/") else b""
 
 
 def range_request(range_: str, *, limit: int = 0, by_create: bool = False) -> Any:
-    """A linearizable read."""
+    """The request for a linearizable read."""
     key, end = key_range(range_)
     order, target = ("ASCEND", "CREATE") if by_create else ("NONE", "KEY")
     return proto.RangeRequest(
@@ -38,7 +38,7 @@ def range_request(range_: str, *, limit: int = 0, by_create: bool = False) -> An
 
 
 def txn_request(txn: Txn) -> Any:
-    """The transaction; its failure branch is empty."""
+    """The request for a transaction. Its failure branch is empty."""
     return proto.TxnRequest(
         compare=[_compare(compare) for compare in txn.compares],
         success=[_operation(operation) for operation in txn.operations],
@@ -46,8 +46,9 @@ def txn_request(txn: Txn) -> Any:
 
 
 def watch_request(range_: str, watch_id: int, start_revision: int) -> Any:
-    """Start a watch under our own number."""
+    """The request to start a watch with our own `watch_id`."""
     key, end = key_range(range_)
+    # Progress notices move a quiet watch forward, so that a compaction does not overtake it.
     create = proto.WatchCreateRequest(
         key=key, range_end=end, start_revision=start_revision, watch_id=watch_id, progress_notify=True
     )
@@ -55,12 +56,12 @@ def watch_request(range_: str, watch_id: int, start_revision: int) -> Any:
 
 
 def cancel_request(watch_id: int) -> Any:
-    """End a watch."""
+    """The request to end a watch."""
     return proto.WatchRequest(cancel_request=proto.WatchCancelRequest(watch_id=watch_id))
 
 
 def key_value(kv: Any) -> KeyValue:
-    """One entry as stored."""
+    """One key as stored."""
     return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
@@ -83,7 +84,8 @@ def store_id(header: Any) -> str:
 
 def _compare(compare: Compare) -> Any:
     target = proto.Compare.CompareTarget.Value(compare.target.upper())
-    message = proto.Compare(key=encode_key(compare.key), target=target)  # Whose default is "equal".
+    # The default of `result` is "equal".
+    message = proto.Compare(key=encode_key(compare.key), target=target)
     setattr(message, compare.target + ("_revision" if compare.target in ("create", "mod") else ""), compare.expected)
     return message
 

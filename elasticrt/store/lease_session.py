@@ -1,12 +1,17 @@
-"""The lease of one agent: kept alive in a thread of its own, and judged by this machine's clock.
+"""The lease of one agent: kept alive on a thread of its own, and judged by this machine's clock.
 
 The thread talks to etcd, and may hang in a call for as long as the store's timeout. Meanwhile the agent's loop watches
 the clock: it calls `look` each time it goes round, and no later than `look_at`.
 
-Whether the agent may act on what it knows depends on when etcd last answered. `judge` says it in one of three words:
-*connected*; *suspended* (the last answer is older than two thirds of the TTL, or this process was stopped meanwhile:
-etcd may have given the lease up already); *lost* (etcd said that the lease has ended). An answer counts from the time
-its question was sent: etcd started the TTL anew at that moment or later, so ours never runs longer than etcd's.
+Whether the agent may act on its view depends on when etcd last answered. `judge` says so in one of three words:
+
+* *connected*;
+* *suspended*: the last answer is older than two thirds of the TTL, or this process was stopped meanwhile. etcd may have
+  ended the lease already.
+* *lost*: etcd said that the lease has ended.
+
+An answer counts from the time at which its question was sent. etcd restarted the TTL at that moment or later, so our
+count never ends later than etcd's.
 """
 
 from __future__ import annotations
@@ -27,18 +32,25 @@ _logger = logging.getLogger(__name__)
 Word = Literal["connected", "suspended", "lost"]
 
 KEEP_ALIVE_SHARE = 1 / 3
-"""Of the TTL, between two keep-alives; etcd's own client does the same."""
+"""The time between two keep-alives, as a share of the TTL; etcd's own client uses the same."""
 
 SUSPENDED_SHARE = 2 / 3
-"""Of the TTL: older than this the last answer is too old, with a third of the TTL left to act upon it."""
+"""The age of the last answer, as a share of the TTL, from which the lease is suspended. A third of the TTL is left to
+act."""
 
 RETRY_S_MAX = 0.25
-"""The pause after a keep-alive that failed."""
+"""The longest pause after a failed keep-alive, in seconds."""
 
 
 @dataclass(frozen=True)
 class SessionState:
-    """What is known about the lease."""
+    """What is known about a lease.
+
+    Attributes:
+        word: connected, suspended or lost.
+        lease_id: the lease.
+        reason: why, in words for people.
+    """
 
     word: Word
     lease_id: int
@@ -48,11 +60,17 @@ class SessionState:
 def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: bool) -> tuple[Word, str]:
     """The state of a lease, and why. Pure.
 
-    `acked_at` is when the last answered keep-alive (or the grant) was sent, `looked_at` when this process last looked
-    at its clock; `lost` is etcd's word that the lease has ended.
+    Args:
+        ttl_s: the TTL that etcd granted, in seconds.
+        acked_at: when the last answered keep-alive (or the grant) was sent.
+        looked_at: when this process last looked at its clock.
+        now: the time, on the same clock.
+        lost: whether etcd has said that the lease has ended.
     """
     if lost:
         return "lost", "etcd says that the lease is gone"
+    # This comes before the age of the last answer: a process that was stopped for a whole TTL says so, whatever else is
+    # late.
     if now - looked_at > ttl_s:
         return "suspended", f"paused for {now - looked_at:.1f} s"
     if now - acked_at >= SUSPENDED_SHARE * ttl_s:
@@ -61,13 +79,18 @@ def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: 
 
 
 class LeaseSession:
-    """Grants a lease of `ttl_s` seconds in `store`, and keeps it alive. `now` is the clock, in seconds.
+    """Gets a lease and keeps it alive.
 
-    `sink` is called on changes only, the first `connected` included, in order, from whichever thread noticed: it must
-    hand over (put into a queue) and return, and not call the session.
+    Args:
+        store: grants the lease.
+        ttl_s: the TTL to ask for, in seconds.
+        sink: called with the new state when the word changes, the first `connected` included, in order. It is called on
+            whichever thread noticed the change. It must hand the state over (put it into a queue) and return, and must
+            not call the session.
+        now: the clock, in seconds.
 
     Attributes:
-        answer_s: how long etcd's newest answer to a keep-alive took; None before there was one.
+        answer_s: how long etcd's newest answer to a keep-alive took, in seconds; None before the first answer.
     """
 
     answer_s: float | None = None
@@ -83,7 +106,8 @@ class LeaseSession:
         self._asked_ttl_s = ttl_s
         self._sink = sink
         self._now = now
-        self._lock = threading.Lock()  # Guards all below; the sink is called under it, so that states arrive in order.
+        # Guards everything below. The sink is called with the lock held, so that states arrive in order.
+        self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._lease: Lease | None = None
         self._word: Word | None = None
@@ -94,7 +118,7 @@ class LeaseSession:
     def grant(self) -> Lease:
         """Get a lease: the first, which is kept alive from now on, or a new one in place of the last.
 
-        Raises StoreUnavailable, StoreRefused; then the last one stays.
+        Raises StoreUnavailable, StoreRefused; the last lease then stays.
         """
         is_first, sent_at = self._lease is None, self._now()
         lease = self._store.grant(self._asked_ttl_s)
@@ -111,28 +135,28 @@ class LeaseSession:
         return lease
 
     def _start(self) -> None:
-        """Begin to keep the lease alive. The simulator does it without a thread."""
+        """Begin to keep the lease alive. The simulator overrides this, and keeps it alive without a thread."""
         self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
-        """Look at the clock now: the word may have changed without an answer, or this process have been stopped."""
+        """Look at the clock now. The word may change without an answer, or this process may have been stopped."""
         with self._lock:
             if self._lease is not None and not self._closed:
                 self._judge()
 
     def look_at(self) -> float | None:
-        """When to look again if no answer comes, on the session's clock; None: only an answer can change the word."""
+        """When to look again if no answer comes, on the session's clock. None if only an answer can change the word."""
         with self._lock:
             if self._lease is None or self._word != "connected":
                 return None
             return self._acked_at + SUSPENDED_SHARE * self._lease.ttl_s
 
     def close(self, timeout_s: float) -> None:
-        """Stop keeping the lease alive, and end it, so that its keys vanish now instead of after the TTL.
+        """Stop keeping the lease alive, and revoke it, so that its keys vanish now instead of after the TTL.
 
-        Waits at most `timeout_s` for the thread and the store's own timeout for the revocation, whose failure is not
-        an error: the lease then ends by itself.
+        Waits at most `timeout_s` for the thread, and the store's own timeout for the revocation. A failed revocation is
+        not an error: the lease then ends by itself.
         """
         with self._lock:
             self._closed = True
@@ -148,14 +172,14 @@ class LeaseSession:
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _keep_alive(self) -> None:
-        """The thread."""
+        """The thread's loop."""
         pause_s = 0.0
         while True:
             with self._lock:
                 assert self._lease is not None, "started after the grant"
                 pause_s = pause_s or self._lease.ttl_s * KEEP_ALIVE_SHARE
                 self._wake.wait_for(lambda: self._closed, pause_s)
-                # A lost lease needs no keep-alive; a new one, by `grant`, wakes us.
+                # A lost lease needs no keep-alive. `grant` gets a new one and wakes the thread.
                 self._wake.wait_for(lambda: self._closed or not self._lost)
                 if self._closed:
                     return
@@ -163,7 +187,7 @@ class LeaseSession:
             pause_s = self._ask(lease, sent_at)
 
     def _ask(self, lease: Lease, sent_at: float) -> float:
-        """One keep-alive; the pause before the next, 0 for the usual one."""
+        """Keep the lease alive once. Returns the pause before the next time, 0 for the usual one."""
         lost, reason = False, ""
         try:
             self._store.keep_alive(lease.lease_id)
@@ -172,6 +196,7 @@ class LeaseSession:
         except ElasticError as error:
             reason = str(error)
         with self._lock:
+            # The answer may be about a lease that `grant` has replaced meanwhile.
             if self._closed or self._lease != lease:
                 return 0.0
             if lost:
@@ -183,7 +208,7 @@ class LeaseSession:
         return min(RETRY_S_MAX, lease.ttl_s * KEEP_ALIVE_SHARE) if reason else 0.0
 
     def _judge(self, failure: str = "") -> None:
-        """With the lock held: look at the clock, and tell the sink when the word has changed."""
+        """Judge the lease, and tell the sink if the word has changed. The lock must be held."""
         assert self._lease is not None, "there is a lease to judge"
         now = self._now()
         word, reason = judge(

@@ -1,4 +1,4 @@
-"""What the rendezvous asks of a store: etcd's own model, reduced to what we use. Pure values and one Protocol.
+"""What the rendezvous asks of a store: etcd's own model, reduced to what this project uses. Values and one Protocol.
 
 Two stores implement it: `store.etcd` (the real one) and `tests.memory_store` (the model, also used by the simulator).
 One contract suite, `tests/contract`, runs against both.
@@ -9,8 +9,8 @@ Three things matter more than the rest:
 
 * Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
 * A call ends in success, `StoreUnavailable` (nothing is known about the effect of a write), or another `StoreError`.
-* A watch never skips silently: it delivers every revision from `from_revision` on, or a `Resync`. One that loses its
-  server goes on by itself.
+* A watch never skips silently: it delivers every revision from `from_revision` on, or a `Resync`. A watch that loses
+  its server goes on by itself.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Literal, Protocol
 from elasticrt.errors import StoreError
 
 ETCD_WAIT_S = 60.0
-"""Seconds that a joining node waits for an answer of etcd, by default. Members ride longer outages out."""
+"""Default of the seconds that a joining node waits for an answer from etcd. Members ride out longer outages."""
 
 
-class StoreUnavailable(StoreError):  # noqa: N818  States, like the words CONNECTED and SUSPENDED, not exceptions to fix.
+# The names of these exceptions state a condition, as "connected" and "suspended" do, so they do not end in Error.
+class StoreUnavailable(StoreError):  # noqa: N818
     """No answer within the deadline. A write may or may not have happened: read before trying again."""
 
 
 class StoreRefused(StoreError):  # noqa: N818
-    """etcd answered and said no: authentication, permission, no space, too large."""
+    """etcd answered and said no: no login, no permission, no space, or a request that is too large."""
 
 
 class StoreBlocked(StoreRefused):
@@ -38,25 +39,33 @@ class StoreBlocked(StoreRefused):
 
 
 class StoreForbidden(StoreBlocked):
-    """The login may not do that."""
+    """The login has no permission for that."""
 
 
 class StoreFull(StoreBlocked):
-    """etcd has no space for another write. Reads and leases work; it ends when the operator makes space."""
+    """etcd has no space for another write. Reads and leases work. Writes work again when an operator has made space."""
 
 
 class LeaseLost(StoreError):  # noqa: N818
-    """The lease does not exist (any more)."""
+    """The lease does not exist, or not any more."""
 
 
 def covers(range_: str, key: str) -> bool:
-    """Whether a range holds a key."""
+    """Whether the range `range_` contains `key`."""
     return key.startswith(range_) if range_.endswith("/") else key == range_
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key as stored. Revisions are the store's, counted from 1. `lease` is 0 when the key is bound to none."""
+    """One key as stored.
+
+    Attributes:
+        key: its name.
+        value: its value.
+        create_revision: the store's revision at which the key was created, counted from 1.
+        mod_revision: the store's revision of the key's last change.
+        lease: the lease that the key is bound to, 0 for none.
+    """
 
     key: str
     value: bytes
@@ -67,9 +76,12 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Compare:
-    """One guard of a transaction: a key has this create or mod revision, this lease, or this value.
+    """One guard of a transaction: a property of a key equals an expected value.
 
-    The numbers of an absent key are 0, as in etcd; its value equals none.
+    Attributes:
+        key: the key.
+        target: the property: its create or mod revision, its lease, or its value.
+        expected: the value. For an absent key the numbers are 0, as in etcd, and no value is equal to its value.
     """
 
     key: str
@@ -79,7 +91,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Put:
-    """Write `value` under `key`, bound to lease number `lease` (0: none)."""
+    """Write `value` under `key`, bound to the lease `lease` (0: to none)."""
 
     key: str
     value: bytes
@@ -95,9 +107,12 @@ class Delete:
 
 @dataclass(frozen=True)
 class Txn:
-    """If all compares hold, all operations happen, at one revision; otherwise nothing does.
+    """If all compares hold, all operations happen, at one revision. Otherwise nothing does.
 
-    `why` is one sentence for logs and for the reader of a trace. At most 128 operations (etcd's limit).
+    Attributes:
+        compares: the guards.
+        operations: the writes, at most 128 (etcd's limit).
+        why: one sentence for logs and for the reader of a trace.
     """
 
     compares: tuple[Compare, ...]
@@ -128,7 +143,7 @@ class RangeRead:
 
 @dataclass(frozen=True)
 class Event:
-    """One change. For a deletion `value` is None and `mod_revision` is the revision of the deletion."""
+    """One change. For a deletion `value` is None, and `mod_revision` is the revision of the deletion."""
 
     key: str
     value: KeyValue | None
@@ -137,7 +152,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Changes:
-    """Events of one or more revisions, in order; `revision` is the newest of them (or of a progress notice)."""
+    """Events of one or more revisions, in order.
+
+    `revision` is the newest of these revisions, or the revision of a progress notice.
+    """
 
     events: tuple[Event, ...]
     revision: int
@@ -145,21 +163,22 @@ class Changes:
 
 @dataclass(frozen=True)
 class Resync:
-    """The watch can't go on from where it was: read again, then watch from the read's revision + 1.
+    """The watch cannot go on from where it was. Read again, then watch from the read's revision + 1.
 
-    `reason` is "compacted", "replaced" (another store answers: store_id or revision went back) or "cancelled: ...".
+    `reason` is "compacted", "replaced" (another store answers: its id differs or its revision went back) or "cancelled:
+    ...".
     """
 
     reason: str
 
 
 WatchSink = Callable[[Changes | Resync], None]
-"""Called from the store's own thread: it must only hand over (put into a queue) and return."""
+"""Called on the store's own thread. It must only hand the notice over (put it into a queue) and return."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A granted lease. `ttl_s` is what the server granted, which can be more than was asked."""
+    """A granted lease. `ttl_s` is what the server granted, in seconds, which can be more than was asked for."""
 
     lease_id: int
     ttl_s: float
@@ -167,7 +186,14 @@ class Lease:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What an etcd says of itself: its version, the size of its data and the limit of it (0: not said), its alarms."""
+    """What an etcd says of itself.
+
+    Attributes:
+        version: its version.
+        used_bytes: the size of its data.
+        quota_bytes: the limit of that size, 0 if the server does not say.
+        troubles: its alarms.
+    """
 
     version: str
     used_bytes: int
@@ -179,7 +205,7 @@ class Watch(Protocol):
     """A running watch."""
 
     def cancel(self) -> None:
-        """Stop; the sink is not called after this returns, except for a call already under way."""
+        """Stop the watch. The sink is not called after this returns, except for a call already under way."""
 
 
 class Store(Protocol):
@@ -188,31 +214,31 @@ class Store(Protocol):
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """All keys of a range, linearizable.
 
-        `by_create` sorts by create revision, oldest first (otherwise by key); `limit` 0 means all.
-        Raises StoreUnavailable, StoreRefused.
+        `by_create` sorts by create revision, oldest first (otherwise by key). `limit` 0 means all keys. Raises
+        StoreUnavailable, StoreRefused.
         """
 
     def commit(self, txn: Txn) -> TxnResult:
-        """Run a transaction once. Raises StoreUnavailable (effect unknown), LeaseLost, StoreRefused."""
+        """Run a transaction once. Raises StoreUnavailable (its effect is unknown), LeaseLost, StoreRefused."""
 
     def grant(self, ttl_s: float) -> Lease:
-        """A new lease of `ttl_s` seconds. Raises StoreUnavailable, StoreRefused."""
+        """Get a new lease of `ttl_s` seconds. Raises StoreUnavailable, StoreRefused."""
 
     def keep_alive(self, lease_id: int) -> float:
-        """Renew; the remaining TTL in seconds. Raises LeaseLost when it has ended, StoreUnavailable."""
+        """Renew a lease. Returns the remaining TTL in seconds. Raises LeaseLost when it has ended, StoreUnavailable."""
 
     def revoke(self, lease_id: int) -> None:
-        """End the lease and delete its keys at once. A lease that has ended already is not an error."""
+        """End a lease and delete its keys at once. A lease that has ended already is not an error."""
 
     def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> Watch:
-        """Deliver every change of a range from `from_revision` on, until cancelled."""
+        """Deliver every change of a range from `from_revision` on, until the watch is cancelled."""
 
     def close(self) -> None:
-        """Cancel all watches, close the connections. Leases live on until revoked or expired."""
+        """Cancel all watches, close the connections. Leases live on until they are revoked or expire."""
 
 
 def bracketed(host: str) -> str:
-    """`host` as it is written before a port: an IPv6 address in brackets."""
+    """`host` in the form in which it stands before a port: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -220,7 +246,7 @@ def bracketed(host: str) -> str:
 class Address:
     """An etcd endpoint as parsed from an option: `http://host:port`, `https://host:port`, or `unix:/path` of a socket.
 
-    A socket has its path as `host`, and 0 as `port`.
+    For a socket `host` is its path, and `port` is 0.
     """
 
     scheme: Literal["http", "https", "unix"]
@@ -235,7 +261,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to authenticate to etcd: files only, never values on a command line. None means: not used."""
+    """How to authenticate to etcd: paths of files and a user name, no secrets. None means: not used."""
 
     ca_file: str | None = None
     cert_file: str | None = None

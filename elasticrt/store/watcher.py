@@ -1,8 +1,8 @@
-"""All watches of one etcd store on one stream, with one thread that survives the server.
+"""All watches of one etcd store, on one stream, with one thread that survives the loss of a server.
 
-When the stream breaks, the thread opens another (next endpoint, pauses of 50 ms to 1 s) and every watch goes on from
-the revision after the last one it delivered. What can't go on ends with a `Resync`, never with silence: history
-compacted, another store answers, the server cancelled the watch.
+When the stream breaks, the thread opens another one (next endpoint, pauses of 50 ms to 1 s). Every watch then goes on
+from the revision after the last one that it delivered. A watch that cannot go on ends with a `Resync`, never with
+silence: the history was compacted, another store answers, or the server cancelled the watch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from elasticrt.store.protocol import Changes, Event, Resync, StoreUnavailable, W
 _logger = logging.getLogger(__name__)
 
 PAUSE_S_MIN = 0.05
+"""The pause before the next stream, in seconds, doubles from the first value to the second."""
 PAUSE_S_MAX = 1.0
 
 
@@ -33,10 +34,13 @@ class EtcdWatch:
     """A watch of a range of etcd's keys.
 
     Attributes:
-        number: what etcd knows it by.
+        watcher: runs the watch.
+        number: the watch id by which etcd knows the watch.
+        range: the key or prefix.
+        sink: gets what the watch delivers.
         next_revision: the first revision that the sink has not seen.
-        store_id: the store that it began in, "" until that is known.
-        logged_in_again: its last refusal was answered by a new login.
+        store_id: the id of the store in which the watch began, "" until it is known.
+        logged_in_again: whether a new login was the answer to the last refusal.
     """
 
     watcher: Watcher
@@ -48,14 +52,15 @@ class EtcdWatch:
     logged_in_again: bool = False
 
     def request(self) -> Any:
-        """The message that starts it, one revision early (see `fresh`)."""
+        """The message that starts the watch, one revision early (see `fresh`)."""
         return etcd_messages.watch_request(self.range, self.number, max(1, self.next_revision - 1))
 
     def fresh(self, messages: Any) -> tuple[Event, ...]:
         """The events that the sink has not seen.
 
-        A watch starts one revision early and drops it here, because a compaction keeps no deletion of its own
-        revision: a watch that starts exactly there would skip it silently. One that starts earlier gets an error.
+        A watch starts one revision early, and the events of that revision are dropped here. The reason is that a
+        compaction keeps no deletion at its own revision: a watch that starts exactly there would skip the deletion
+        silently. A watch that starts one revision earlier gets an error.
         """
         return tuple(etcd_messages.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
 
@@ -65,25 +70,29 @@ class EtcdWatch:
 
 
 class Watcher:
-    """The watches of one store, at the endpoints of `connections`. The thread lives from the first until `close`."""
+    """The watches of one store, at the endpoints of `connections`. Its thread lives from the first watch on."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
+        # Guards the attributes below. A sink is never called with the lock held: it may cancel its watch.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[int, EtcdWatch] = {}
         self._count = 0
         self._thread: threading.Thread | None = None
-        self._requests: SimpleQueue[Any] | None = None  # Of the stream under way; None: a new watch waits for the next.
-        self._unanswered: deque[int] = deque()  # The numbers of the watches that the stream has not answered yet.
+        # The requests of the stream under way. None: there is no stream, and new watches wait for the next one.
+        self._requests: SimpleQueue[Any] | None = None
+        # The numbers of the watches that the stream has not answered yet, in the order in which they were sent.
+        self._unanswered: deque[int] = deque()
         self._call: Any = None
 
     def add(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
-        """Start a watch. Never blocks; raises StoreUnavailable after `close`."""
+        """Start a watch. Never blocks. Raises StoreUnavailable after `close`."""
         with self._lock:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")
-            self._count += 1  # Never 0: etcd takes that as "choose one for me".
+            # Numbers begin at 1: etcd takes the watch id 0 as "choose one for me".
+            self._count += 1
             watch = EtcdWatch(self, self._count, range_, sink, from_revision, self._connections.store_id)
             self._watches[watch.number] = watch
             if self._requests is not None:
@@ -94,7 +103,7 @@ class Watcher:
         return watch
 
     def _begin(self, watch: EtcdWatch, requests: SimpleQueue[Any]) -> None:
-        """With the lock held: ask for a watch on the stream that sends `requests`."""
+        """Ask for a watch on the stream that sends `requests`. The lock must be held."""
         requests.put(watch.request())
         self._unanswered.append(watch.number)
 
@@ -105,7 +114,7 @@ class Watcher:
                 self._requests.put(etcd_messages.cancel_request(watch.number))
 
     def close(self) -> None:
-        """Cancel all watches and end the thread (waiting at most 5 s, not at all inside a sink)."""
+        """Cancel all watches and end the thread. Waits for the thread for at most 5 s, and not at all inside a sink."""
         with self._lock:
             self._closed.set()
             self._watches = {}
@@ -116,16 +125,17 @@ class Watcher:
             thread.join(5.0)
 
     def _run(self) -> None:
-        """Stream after stream, until `close`."""
+        """Open stream after stream, until `close`."""
         failures = 0
         try:
             while not self._closed.is_set():
                 failures = 1 if self._stream() else failures + 1
                 pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
-                self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
+                # Jitter keeps the agents of a run from coming back to a restarted etcd all at once.
+                self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311
         except Exception:
-            # A bug, here or in a sink. Every watch is ended with a reason, so that its owner does not wait for a thread
-            # that has ended. A new watch gets another thread.
+            # A bug, here or in a sink. Every watch ends with a reason, so that its owner does not wait for a thread
+            # that has ended. The next new watch starts another thread.
             _logger.exception("the watch thread failed")
             with self._lock:
                 self._thread = None
@@ -134,7 +144,7 @@ class Watcher:
                 self._end(watch, "cancelled: the watch thread failed")
 
     def _stream(self) -> bool:
-        """One stream from its start to its end: whether the server answered at all."""
+        """Run one stream from its start to its end. Returns whether the server answered at all."""
         answered = False
         endpoint: Endpoint | None = None
         try:
@@ -155,11 +165,14 @@ class Watcher:
         return answered
 
     def _open(self, endpoint: Endpoint) -> Iterator[Any]:
+        """Open a stream for all watches, and yield its responses."""
         requests: SimpleQueue[Any] = SimpleQueue()
-        # `hasleader` makes a member that lost its quorum end the stream instead of leaving it silent.
+        # With `hasleader` an etcd member that lost its quorum ends the stream. Without it the stream would only fall
+        # silent.
         metadata = (*endpoint.metadata, ("hasleader", "true"))
         with self._lock:
-            if self._closed.is_set():  # Else nothing would cancel this call.
+            # `close` cancels the call that it finds. It would not find this one.
+            if self._closed.is_set():
                 raise StoreUnavailable("closed")
             self._unanswered.clear()
             for watch in self._watches.values():
@@ -169,13 +182,16 @@ class Watcher:
         yield from call
 
     def _hang_up(self) -> None:
+        """End the stream under way, if there is one."""
         with self._lock:
             requests, self._requests = self._requests, None
         if requests is not None:
-            requests.put(None)  # Ends the thread in which gRPC waits for our next request.
+            # This ends the thread in which gRPC waits for the next request.
+            requests.put(None)
             self._call.cancel()
 
     def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> None:
+        """Draw the consequences of a stream that ended with an error: a new login, or TLS files that are read again."""
         code, details = status(error)
         _logger.debug("the watch stream of etcd at %s has ended: %s: %s", endpoint.address, code, details)
         verdict = judge_error(code, details)
@@ -185,12 +201,15 @@ class Watcher:
             self._connections.failed(endpoint, redial=True)
 
     def _dispatch(self, response: Any, endpoint: Endpoint) -> None:
+        """Give one response to its watch."""
         with self._lock:
-            # A refusal names no watch (etcd 3.5.9 and later), but etcd answers new watches in the order they were sent.
+            # From etcd 3.5.9 on a refused watch gets a response without a watch id. But etcd answers new watches in the
+            # order in which they were sent.
             number = self._unanswered.popleft() if response.created else response.watch_id
             watch = self._watches.get(number)
         if watch is None:
-            return  # The last words of a watch that we cancelled.
+            # We have cancelled this watch, and etcd still had something to say about it.
+            return
         store_id = etcd_messages.store_id(response.header)
         watch.store_id = watch.store_id or store_id
         if store_id != watch.store_id:
@@ -205,7 +224,9 @@ class Watcher:
             self._changed(watch, response)
 
     def _created(self, watch: EtcdWatch, response: Any) -> None:
-        # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
+        """Check that the store is not behind what this watch has seen."""
+        # A follower may lag behind a revision that was read at another member. Only a linearizable read proves that
+        # revisions went back, as in a store that was restored from a backup or begun anew.
         if response.header.revision < watch.next_revision - 1:
             request = etcd_messages.range_request(watch.range, limit=1)
             header = self._connections.ask("confirm the revision", lambda endpoint: endpoint.kv.Range, request).header
@@ -215,7 +236,9 @@ class Watcher:
         watch.logged_in_again = False
 
     def _changed(self, watch: EtcdWatch, response: Any) -> None:
-        if not response.events:  # A progress notice: everything up to this revision has been delivered.
+        """Deliver events, or a progress notice."""
+        # A progress notice: everything up to this revision has been delivered.
+        if not response.events:
             if response.header.revision >= watch.next_revision:
                 watch.next_revision = response.header.revision + 1
                 self._tell(watch, Changes((), response.header.revision))
@@ -226,6 +249,7 @@ class Watcher:
             self._tell(watch, Changes(events, events[-1].mod_revision))
 
     def _cancelled(self, watch: EtcdWatch, response: Any, endpoint: Endpoint) -> None:
+        """End a watch that etcd has cancelled, or start it again if its login has expired."""
         reason = response.cancel_reason
         verdict = judge_error("UNKNOWN", reason)
         # To a watch etcd says "permission denied" also when it does not know the token any more.
@@ -233,17 +257,19 @@ class Watcher:
         if verdict is ErrorMeaning.COMPACTED:
             self._end(watch, "compacted")
         elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
-            # Ending the stream makes all watches start again, on a new login. Once: the refusal may be meant.
+            # This ends the stream, so that all watches start again with a new login. A watch gets only one new login,
+            # because the refusal may be meant.
             watch.logged_in_again = True
             raise StoreUnavailable(f"the login at {endpoint.address} has expired")
         else:
             self._end(watch, f"cancelled: {reason or 'no reason given'} (etcd at {endpoint.address})")
 
     def _end(self, watch: EtcdWatch, reason: str) -> None:
-        """The last word of a watch."""
+        """Deliver the last notice of a watch, and remove the watch."""
         self._tell(watch, Resync(reason))
         self.remove(watch)
 
     def _tell(self, watch: EtcdWatch, notice: Changes | Resync) -> None:
-        if watch.number in self._watches:  # It has not been cancelled.
+        # A watch that has been cancelled meanwhile delivers nothing.
+        if watch.number in self._watches:
             watch.sink(notice)

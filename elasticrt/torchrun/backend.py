@@ -1,10 +1,10 @@
-"""elasticrt's rendezvous as a plug-in for torchrun: the agents and workers are torchrun's, the agreement is ours.
+"""elasticrt's rendezvous as a plug-in for torchrun: torchrun brings the agents and workers, elasticrt the agreement.
 
     torchrun --rdzv-backend elasticrt --rdzv-endpoint HOST:PORT --rdzv-id RUN --nnodes 1:3 train.py
 
 The endpoint is an etcd (version 3), or several separated by commas. README.md in this folder says what changes for
-torchrun. A run is over for all nodes when one shuts its rendezvous down (all workers succeeded, or its restarts are
-spent), as with torchrun's own back ends. Unlike there, a run id can be used again once the run has no members.
+torchrun. A run is over for all nodes when one of them shuts its rendezvous down (all workers succeeded, or its restarts
+are spent), as with torchrun's own back ends. Unlike there, a run id can be used again once the run has no members.
 """
 
 from __future__ import annotations
@@ -45,38 +45,49 @@ log = logging.getLogger(__name__)
 
 NAME = "elasticrt"
 CONNECT_S = 1.0
+"""Seconds to wait for a connection to the generation's store, for each try."""
 LOOK_S = 0.5
-"""One wait on the generation's store; between two of them a newer generation is noticed."""
+"""Seconds of one wait on the generation's store. Between two waits a newer generation is noticed."""
 
 SERVERS_KEPT = 2
-"""Stores of generations: of the current one, and of the last, whose workers may still be ending."""
+"""How many generations' stores are kept: that of the current one, and that of the last, whose workers may still be
+ending."""
 
 RESTARTS = 10**6
-"""torchrun counts restarts itself, on every node."""
+"""No limit of our own: torchrun counts restarts itself, on every node."""
 
 CREDENTIALS = ("ca_file", "cert_file", "key_file", "user", "password_file")
 OPTIONS = {
-    "ttl": "5",  # Lease of a node in seconds; a silent node is out after so long.
-    "join_timeout": "600",  # Seconds to wait for the minimum of nodes.
-    "settle": "0.5",  # Seconds without a newcomer before the first generation, which waits for 3 s at most.
-    "join": "now",  # When newcomers get in: now, or failure (together with the next failure or departure).
-    "read_timeout": "60",  # Seconds that an operation on the generation's store may take.
-    "insecure": "0",  # 1 accepts plain http to an etcd on another machine.
+    # Lease of a node in seconds; a silent node is out after so long.
+    "ttl": "5",
+    # Seconds to wait for the minimum of nodes.
+    "join_timeout": "600",
+    # Seconds without a newcomer before the first generation, which waits for 3 s at most.
+    "settle": "0.5",
+    # When newcomers get in: now, or failure (together with the next failure or departure).
+    "join": "now",
+    # Seconds that an operation on the generation's store may take.
+    "read_timeout": "60",
+    # 1 accepts plain http to an etcd on another machine.
+    "insecure": "0",
     **dict.fromkeys(CREDENTIALS),
 }
-"""The options for `--rdzv-conf key=value,...`, and their defaults."""
+"""The options of `--rdzv-conf key=value,...`, and their defaults."""
 
 IGNORED = {"timeout", "rank"}
-"""torchrun's launcher adds these by itself."""
+"""Options that torchrun's launcher adds by itself."""
 
 
 def create() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point of the group `torchrun.handlers`: what makes a handler from torchrun's parameters."""
+    """The entry point of the group `torchrun.handlers`. Returns what makes a handler from torchrun's parameters."""
     return ElasticrtHandler
 
 
 class ElasticrtHandler(RendezvousHandler):
-    """See the module. Connects with the first `next_rendezvous`. Raises ValueError for unusable parameters."""
+    """torchrun's side of the rendezvous (see the module). The first `next_rendezvous` connects.
+
+    Raises ValueError for unusable `parameters`.
+    """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         options = _options(parameters)
@@ -110,14 +121,15 @@ class ElasticrtHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the store of their generation, which the agent with group rank 0 serves."""
+        """Always true: workers use the store of their generation, which the agent with group rank 0 serves."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Take part in the next generation; returns when all its agents have come to its store.
+        """Take part in the next generation. Returns when all its agents have come to its store.
 
-        `rank` and `world_size` count agents. torchrun calls this again once the workers of the last generation have
-        been stopped. If that generation is still the current one, its workers failed here, and the others learn so.
+        `rank` and `world_size` count agents. torchrun calls this again when the workers of the last generation have
+        been stopped. If that generation still is the current one, its workers failed here, and the other nodes are
+        told.
         """
         if self._closed:
             raise RendezvousClosedError(f"run {self._run_id} has been closed here")
@@ -151,9 +163,9 @@ class ElasticrtHandler(RendezvousHandler):
         self._leave(run_too=True)
 
     def num_nodes_waiting(self) -> int:
-        """1 when this node's workers must stop, because the others have agreed on a newer generation; else 0.
+        """1 if this node's workers must stop because the others have agreed on a newer generation; else 0.
 
-        torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. That happens for a
+        torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. This happens for a
         newcomer, and also for a lost node, which torchrun's own back ends do not report.
         """
         return int(self._participant is not None and self._participant.has(after=self._number))
@@ -180,7 +192,7 @@ class ElasticrtHandler(RendezvousHandler):
             else address_towards(self._addresses[0]),
         )
         self._participant = participant
-        # After a signal torchrun does not shut the rendezvous down: the run goes on, without this node.
+        # After a signal torchrun does not shut the rendezvous down. The run then goes on without this node.
         atexit.register(self._leave, run_too=False)
         participant.open(self._join_timeout_s)
         return participant
@@ -193,7 +205,7 @@ class ElasticrtHandler(RendezvousHandler):
             atexit.unregister(self._leave)
 
     def _gather(self, turn: Turn, participant: Participant) -> PrefixStore | None:
-        """The generation's store, once all its agents have come to it; None where a newer generation has replaced it.
+        """The generation's store, when all its agents have come to it; None if a newer generation has replaced it.
 
         All waits are short, because a node may be lost while the others gather.
         """
@@ -201,10 +213,12 @@ class ElasticrtHandler(RendezvousHandler):
             store = self._connect(turn, participant)
             if store is None:
                 return None
+            # The last agent to come tells all others.
             if store.add("here", 1) == turn.generation.nodes:
                 store.set("all", "here")
             while not participant.has(after=self._number) and not participant.ended:
-                with suppress(DistStoreError):  # Not yet.
+                # Some agents have not come yet.
+                with suppress(DistStoreError):
                     store.wait(["all"], timedelta(seconds=LOOK_S))
                     return store
         except DistError as error:
@@ -212,21 +226,25 @@ class ElasticrtHandler(RendezvousHandler):
         return None
 
     def _connect(self, turn: Turn, participant: Participant) -> PrefixStore | None:
+        """The generation's store, served here (group rank 0) or connected to; None if it cannot be had."""
         record = turn.generation
         common: dict[str, Any] = {"host_name": record.master_address, "port": record.master_port}
         common |= {"world_size": record.nodes, "wait_for_workers": False}
+        # The nonce keeps workers of another generation, or of an earlier run with the same id, out of this store.
         prefix = f"{self._run_id}/{record.number}/{record.nonce}"
         if turn.seat.index == 0:
             if turn.listen is None:
-                return None  # Published with a port that this node does not hold any more.
-            # The store closes what it is given. Workers of the last generation may still be ending: theirs stays.
+                # The generation was published with a port that this node no longer holds.
+                return None
+            # The store closes the socket that it is given, so the socket is detached. The last generation's workers may
+            # still be ending, so their store stays.
             common |= {"master_listen_fd": turn.listen.detach(), "timeout": self._read_timeout}
             self._servers = [*self._servers[1 - SERVERS_KEPT :], TCPStore(is_master=True, **common)]
             return PrefixStore(prefix, self._servers[-1])
         deadline = time.monotonic() + self._join_timeout_s
         while time.monotonic() < deadline and not participant.has(after=self._number) and not participant.ended:
             try:
-                # A bound port accepts from the start; one that refuses has lost its agent.
+                # A bound port accepts connections from the start. A port that refuses has lost its agent.
                 socket.create_connection((record.master_address, record.master_port), CONNECT_S).close()
                 store = TCPStore(is_master=False, timeout=timedelta(seconds=2 * CONNECT_S), **common)
             except ConnectionRefusedError:

@@ -1,8 +1,8 @@
-"""A member of a run whose workers another program starts, here torchrun's agent.
+"""A member of a run whose workers another program starts: torchrun's agent.
 
-It runs the event loop of `elasticrt run` on a thread of its own. Where our agent would start workers, it offers a
-`Turn`: a seat in a generation, which torchrun's agent takes when its old workers have ended. Asking for the next turn
-while the generation is still current means that the workers failed.
+It runs the event loop of `elasticrt run` on a thread of its own. Where elasticrt's agent would start workers, the
+member offers a `Turn`: a seat in a generation. torchrun's agent takes the turn when its old workers have ended. If it
+asks for the next turn while the generation still is current, its workers failed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ from elasticrt.store.protocol import ETCD_WAIT_S, Store
 log = logging.getLogger(__name__)
 
 CLOSE_S = 3.0
+"""Seconds that closing waits for the thread, and for the end of the lease."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A seat in a generation. `listen`: of the seat with index 0, the listening socket behind the master port."""
+    """A seat in a generation.
+
+    Attributes:
+        generation: the generation.
+        seat: this member's seat there.
+        listen: the listening socket behind the master port, for the seat with index 0; else None.
+    """
 
     generation: Generation
     seat: Seat
@@ -42,19 +49,19 @@ class Turn:
 
 
 class Participant(Side):
-    """Takes part in a run, from `open` to `close`. All public methods are for one thread, that of torchrun's agent.
+    """Takes part in a run, from `open` to `close`. It is the `Side` of its own event loop.
 
-    To its loop it is a `Side`.
+    One thread may call the public methods: that of torchrun's agent.
 
     Args:
-        store: where the members agree; closed by `close`.
+        store: the store in which the members agree. `close` closes it.
         run_id: the run.
-        spec: what all members must agree on.
+        spec: the options that all members must agree on.
         node: this member's name.
-        address: the IP address at which the others reach this machine.
-        edges: all else that it touches; None: this machine's.
+        address: the IP address at which the other nodes reach this machine.
+        edges: everything else that the member touches; None: this machine's.
 
-    Raises ConfigError when the address is not this machine's.
+    Raises ConfigError if the address is not this machine's.
     """
 
     def __init__(
@@ -76,7 +83,8 @@ class Participant(Side):
             incarnation=edges.token(),
             address=address,
             pid=os.getpid(),
-            workers=1,  # torchrun does not say how many it starts; it counts ranks by itself.
+            # torchrun does not say how many workers it starts, and counts ranks by itself.
+            workers=1,
             probe_port=self._probes.port,
             port=self._ports.port,
             warm=True,
@@ -95,13 +103,13 @@ class Participant(Side):
         self._probes.start()
         self._thread: threading.Thread | None = None
         self._left = False
-        # What torchrun's agent sees; guarded by `_changed`.
+        # The attributes that torchrun's agent sees, guarded by `_changed`.
         self._changed = threading.Condition()
         self._turn: Turn | None = None
         self._ended = ""
         self._problem: ElasticError | None = None
 
-    # For torchrun's agent.
+    # Called by torchrun's agent.
 
     def open(self, timeout_s: float) -> None:
         """Register, within `timeout_s` seconds, and begin to take part.
@@ -120,6 +128,7 @@ class Participant(Side):
         The leader ends a run that waits longer than the join timeout, and a lost etcd ends the wait after a quarter of
         an hour. Raises the error that has made taking part impossible.
         """
+        # The loop's thread owns the member's state, so this thread only puts calls into its queue.
         self.loop.queue.put(partial(self._back, after))
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._ended or self._has(after))
@@ -131,19 +140,22 @@ class Participant(Side):
             return self._turn
 
     def has(self, *, after: int) -> bool:
-        """Whether the workers of generation `after` must stop: a later one exists, with or without a seat for this
-        member, or this member cannot take part any more; `take` says which."""
+        """Whether the workers of generation `after` must stop. `take` says why.
+
+        They must if a later generation exists, with or without a seat for this member, or if this member cannot take
+        part any more.
+        """
         with self._changed:
             return self._left or self._problem is not None or self._has(after)
 
     @property
     def ended(self) -> str:
-        """Why the run is over, or ""."""
+        """Why the run is over, "" while it is not."""
         with self._changed:
             return self._ended
 
     def close(self, *, run_too: bool) -> None:
-        """Leave, telling the others; with `run_too` end the run for everybody."""
+        """Leave the run, and say so to the other members. With `run_too`, end the run for all nodes."""
         if self._thread is not None:
             self.loop.queue.put(partial(self._going, run_too))
             self._thread.join(CLOSE_S)
@@ -165,7 +177,7 @@ class Participant(Side):
     def _update(self, **fields: Any) -> None:
         self.member.me = replace(self.member.me, **fields)
 
-    # The thread.
+    # The thread of the event loop.
 
     def _work(self) -> None:
         try:
@@ -185,7 +197,7 @@ class Participant(Side):
         self._say_goodbye(left=True)
         self._session.close(timeout_s=CLOSE_S)
 
-    # What the loop wants of its side.
+    # The methods of `Side`, called by the event loop.
 
     def describe(self, me: Me, now: float) -> Me:
         """See `Side`."""
@@ -198,6 +210,7 @@ class Participant(Side):
         """See `Side`."""
         number = generation.number
         listen = self._ports.take(generation.master_port, shared=True) if seat.index == 0 else None
+        # torchrun's store keeps the socket, so the next generation needs another one.
         if listen is not None:
             self._ports.bind(self._ports.address)
         record = self._record.model_copy(update={"seen": max(self._record.seen, number)})
@@ -207,7 +220,7 @@ class Participant(Side):
             self._changed.notify_all()
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. `_back` is called when the workers have ended."""
+        """See `Side`. Returns False: torchrun's agent still has workers. `_back` is called when they have ended."""
         log.info("this node comes back as a new member: %s", reason)
         with self._changed:
             self._left = True
@@ -215,7 +228,10 @@ class Participant(Side):
         return False
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """See `Side`. torchrun's workers have no steps that are known here: the report claims step 0."""
+        """See `Side`. The report claims step 0, because the steps of torchrun's workers are not known here.
+
+        The leader then replaces the generation at once.
+        """
         match decision:
             case Hold(handover=handover):
                 self._update(holding=handover, report=self._report("holding", handover=handover))
@@ -230,11 +246,14 @@ class Participant(Side):
         self.member.drain()
 
     def handle(self, event: Any) -> None:
-        """See `Side`. Here an event is a call of `_runs`, `_back` or `_going`, from the thread of torchrun's agent."""
+        """See `Side`. Events here are calls of `_runs`, `_back` or `_going`, put by the thread of torchrun's agent."""
         event()
 
     def _back(self, generation: int) -> None:
-        """It has no workers of `generation` any more, and waits for the next. If that is still current, they failed."""
+        """torchrun's agent has no workers of `generation` any more, and waits for the next turn.
+
+        If `generation` still is the current one, its workers failed.
+        """
         self._runs(0)
         if self._left:
             self.member.begin_life()
@@ -245,7 +264,7 @@ class Participant(Side):
         self._update(report=self._report("failed", failure=failure), failed_at=self._clock.monotonic())
 
     def _going(self, close: bool) -> None:
-        """It leaves; with `close` it ends the run for all nodes."""
+        """This member leaves. With `close` it ends the run for all nodes."""
         view = self.member.view
         if close and view.spec is not None and view.result is None:
             try:
@@ -256,7 +275,7 @@ class Participant(Side):
         self._update(leaving="told to leave")
 
     def _runs(self, generation: int) -> None:
-        """Note which generation has workers here; 0: none."""
+        """Note the generation whose workers run here, 0 for none."""
         self._update(running=generation, record=self._record.model_copy(update={"generation": generation}))
 
     def _report(self, status: Any, **more: Any) -> Report:
@@ -272,7 +291,7 @@ class Participant(Side):
             self._changed.notify_all()
 
     def _say_goodbye(self, *, left: bool) -> None:
-        """Take the member key out; with `left` a present seat is given up, so that the others need not ask for it."""
+        """Delete the member key. With `left` a present seat is given up, so that the other nodes need not probe it."""
         try:
             self.loop.driver.run(self.member.leave(seat_too=left))
         except StoreError as error:
