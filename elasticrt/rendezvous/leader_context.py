@@ -28,8 +28,8 @@ from elasticrt.spec import RunSpec
 from elasticrt.text import cut
 
 LEAVE_S_MAX = 60.0
-"""Seconds from the request of a handover to the last "held": a step, and the copy or a checkpoint. If a step takes
-longer, the generation is replaced as after a failure."""
+"""Seconds from the request of a handover to the last "held": a step, and the copy or a checkpoint. If the step takes
+longer, the generation is replaced without it."""
 
 STANDS_S_MAX = 2.0
 """The same limit from the time at which the leader's steps began to stand still for longer than usual. Only the open
@@ -198,7 +198,7 @@ class LeaderContext:
         return seat.incarnation in self._left
 
     def vanished_at(self, seat: Seat) -> float:
-        """Since when the seat's key has been missing. One that was never seen counts from the generation's begin."""
+        """Since when the seat's key has been missing. A key that was never seen counts from the generation on."""
         gone = self.view.vanished.get(seat.node)
         return self.since if gone is None else gone.at
 

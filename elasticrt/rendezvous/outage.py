@@ -61,6 +61,7 @@ class Outage:
     def begin(self, error: StoreUnavailable, now: float) -> None:
         """Take note of a request that was not answered."""
         self.since = self.since if self.since is not None else now
+        # People are told once for each outage, by the first error.
         if not self.problem:
             self.problem = str(error)
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")

@@ -73,7 +73,7 @@ def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], f
         asked: the handover.
         now: the member's monotonic clock, in seconds.
     """
-    # HOLDING_S times the largest power of two that has passed. Before the first probe is due this is HOLDING_S / 2.
+    # The largest HOLDING_S * 2**k that has passed. Before the first probe is due, k is -1.
     late_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - asked.since, HOLDING_S / 2) / HOLDING_S))
     return [asked.since + late_s] if late_s >= HOLDING_S else [], asked.since + 2 * late_s
 
@@ -219,8 +219,8 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
 def _is_starting(led: LeaderContext) -> bool:
     """Whether the workers have still to come to their first step, as far as the leader knows.
 
-    A leader without a seat knows of workers that can go on in place that they have the state. Of other workers it only
-    knows how long they have been starting.
+    About workers that can go on in place, a leader without a seat knows that they have the state. About other workers
+    it only knows how long they have been starting.
     """
     if led.me.running == led.generation.number:
         return led.me.starting and led.standing_since is None

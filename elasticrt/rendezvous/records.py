@@ -37,6 +37,7 @@ SEATS_PER_CHUNK = 16
 """Few seats, because a node reads a whole chunk to find its own. But enough of them that the node knows other agents to
 ask while etcd does not answer (see `outage`)."""
 
+# A name is a part of keys and of paths, so it has no slash, and no dot at its beginning.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_%-]{1,253}$")]
@@ -432,6 +433,7 @@ class Keys:
 
 def chunk_of(node: str, chunks: int) -> int:
     """The chunk that holds a node's seat. It follows from the name, so a node finds it without the roster."""
+    # Every node must get the same number. Python's own `hash` of a text differs from process to process.
     return zlib.crc32(node.encode()) % chunks
 
 

@@ -113,6 +113,7 @@ def _place(
         if result.status == "succeeded" and not again:
             return result
         return Entered(stored.attempt + 1, spec)
+    # The members of an attempt that has ended are still leaving. The next attempt begins without them.
     if result is not None:
         return None
     if stored.resized:

@@ -34,6 +34,8 @@ def seat_order(ready: Iterable[Stored[Member]], before: Iterable[Seat], most: in
         seated = (entry.record.node, entry.record.incarnation) in old
         return -1 if seated else math.inf if entry.record.node_rank is None else entry.record.node_rank
 
+    # The inner sort decides who gets in, the outer one who sits where. It is stable, so equal wishes keep the order of
+    # `place`.
     return sorted(sorted(ready, key=place)[:most], key=wish)
 
 

@@ -101,6 +101,8 @@ def register(
 
 def announce(keys: Keys, view: View, member: Member, lease: int) -> Txn:
     """Bring the writer's own key up to date, if it still is the one that was created."""
+    # Only the creation of the key is compared, so this may overwrite an operator's request to drain that the member has
+    # not seen yet. `elasticrt drain` asks again until the node has left.
     return Txn(
         compares=(_alive(keys, view),),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
@@ -145,6 +147,7 @@ def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
 
 def leave(keys: Keys, view: View, report: Report | None) -> Txn:
     """Delete the writer's own key. With `report` (a seated member's "left") the other nodes need not probe it."""
+    # Without a report nothing but the own key is compared: a node must be able to leave while the generation changes.
     operations: tuple[Put | Delete, ...] = (Delete(keys.member(view.node)),)
     compares: tuple[Compare, ...] = (_alive(keys, view),)
     if report is not None:
@@ -207,6 +210,7 @@ def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
 
 def withdraw(keys: Keys, view: View) -> Txn:
     """Give a handover up, if its record is as the leader has seen it."""
+    # "Go" changes the record, so a withdrawal that comes too late fails.
     return Txn(
         compares=(_unchanged(keys.handover, mod(view.handover)), _alive(keys, view)),
         operations=(Delete(keys.handover),),
@@ -231,6 +235,7 @@ def evict(keys: Keys, generation: bytes, node: str, seen_mod: int) -> Txn:
 
 def finish(keys: Keys, view: View, result: Result) -> Txn:
     """Write the one result of an attempt, and delete what only a living run needs."""
+    # The generation and the head stay: a later attempt with the same run id goes on from them.
     return Txn(
         compares=(
             _absent(keys.result(result.attempt)),
@@ -285,6 +290,7 @@ def claim(keys: Keys, name: str, record: Preparation, *, generation: bytes, seen
 def settle(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
     """End a preparation as "done" or "failed". Only its builder can, and only while its claim stands."""
     key = keys.preparation(name)
+    # The revision of the claim is proof enough: if the builder's lease had ended, the claim would be gone.
     return Txn(
         compares=(_unchanged(key, claimed_mod),),
         operations=(Put(key, record.encode()),),

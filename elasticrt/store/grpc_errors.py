@@ -79,6 +79,8 @@ def judge_error(code: str, details: str) -> ErrorMeaning:
     for words, verdict in _BY_TEXT:
         if words in text:
             return verdict
+    # UNAVAILABLE is all that gRPC has for a peer that cannot be reached, one that is no etcd, and a connection that
+    # breaks. Only its text tells them apart.
     if code == "UNAVAILABLE":
         if any(piece in text for piece in _UNTRUSTED):
             return ErrorMeaning.UNTRUSTED

@@ -62,7 +62,8 @@ OPTIONS = {
     "ttl": "5",
     # Seconds to wait for the minimum of nodes.
     "join_timeout": "600",
-    # Seconds without a newcomer before the first generation, which waits for 3 s at most.
+    # Seconds without a newcomer before the first generation, which waits for 3 s at most, or for this time if it is
+    # longer.
     "settle": "0.5",
     # When newcomers get in: now, or failure (together with the next failure or departure).
     "join": "now",
