@@ -1,12 +1,19 @@
-"""The agent's side of this node's workers: the worker parent, the worker group, and their state.
+"""Supervises this node's workers: decides when to start, re-seat and end them, and describes their state to the agent.
 
-The agent passes events in (`fold`), carries decisions out (`run`, `hold`, ...), calls `do_what_is_due`, and asks for
-the state (`describe`). A generation's workers start when three things have happened, in any order: the decision to run
-it, a warm parent, and the end of the generation before.
+The agent passes events to `fold`, carries out decisions by `run`, `hold`, `go` and so on, calls `do_what_is_due` in
+each turn of its loop, and reads the state by `describe`. New workers of a generation start after three things have
+happened, in any order: the agent has decided to run the generation, the worker parent is warm, and the workers of the
+generation before have ended.
 
-`workers.group_state` is the state as a value, `workers.group` starts and signals processes, `workers.worker_io` reads
-their output, `agent.worker_pages` their status pages. `agent.seating` gives workers their seats, `agent.joining`
-remembers which set up beside the training, `liveness.hang_monitor` notices hangs.
+The supervisor delegates to these parts:
+
+* `workers.group_state`: the state of the workers, as an immutable value.
+* `workers.group`: starts processes and sends them signals.
+* `workers.worker_io`: reads the workers' output and messages.
+* `agent.worker_pages`: reads the workers' status pages.
+* `agent.seating`: gives workers their seats.
+* `agent.joining`: keeps account of the workers that set up beside the training.
+* `liveness.hang_monitor`: notices hangs.
 """
 
 from __future__ import annotations
@@ -56,26 +63,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARENT_TRIES = 3
-"""A worker parent that dies more often than this before it is warm cannot start: what it imports is broken."""
+"""The number of worker parents that may die one after the other before one is warm. A parent that dies more often never
+becomes warm: torch or a preloaded module is broken."""
 
 
 class Supervisor:
-    """The workers' side of the agent. Used by the agent's thread only.
+    """The supervisor of one node's workers. Only the agent's main thread uses it.
 
     Args:
-        settings: the agent's.
-        put: takes events that come back to `fold` and `stalled`, from any thread.
+        settings: the agent's settings.
+        put: queues an event for the agent's loop, which passes it to `fold` or `stalled`. Any thread may call `put`.
         event_log: the node's event log.
         say: prints a line for people.
         edges: clock, processes, files and sockets.
 
     Attributes:
-        group: the workers.
-        seating: what the workers are given: seats, sockets, saved states.
-        pages: what their status pages say.
-        progress: how far they are.
-        hangs: whether they hang.
-        misfit: the failure of a worker whose script is not the run's. None is started beside the training after it.
+        group: the worker processes.
+        seating: gives workers their seats, listening sockets and saved states.
+        pages: reads the workers' status pages.
+        progress: the workers' last steps, and the phases of a recovery.
+        hangs: notices workers that make no progress.
+        misfit: the failure of a worker whose script differs from the run's; None without one. After a misfit this node
+            starts no more workers beside the training.
     """
 
     def __init__(
@@ -93,16 +102,25 @@ class Supervisor:
         self._say = say
         self._parent: WorkerParent | None = None
         self._parent_deaths = 0
-        self._method = ""  # How the parent starts workers; "" until it can.
+        # How the warm parent starts workers, "fork" or "exec"; "" while no parent is warm.
+        self._method = ""
         self._state = GroupState()
-        self._newest = 0  # The newest generation that was decided to run, and the names of its nodes.
+        # The newest generation that the agent has decided to run, and the names of its nodes.
+        self._newest = 0
         self._names: tuple[str, ...] = ()
-        self._wanted: tuple[Generation, Seat] | None = None  # The same, while its workers are not started yet.
-        self._leaves = False  # Whether the workers are ended because this node leaves.
-        self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed, and when.
-        self._frozen: dict[int, Failure] = {}  # By pid: workers that are ended because a signal had stopped them.
-        self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
-        self._spares = False  # Whether such a worker is left alone as long as it works.
+        # That generation and this node's seat, until its workers are started.
+        self._wanted: tuple[Generation, Seat] | None = None
+        # Whether the workers are being ended because this node leaves the run.
+        self._leaves = False
+        # The generation whose workers are to be killed, and when: their time to end by themselves is then over.
+        self._kill_late: tuple[int, float] | None = None
+        # By process id: the failure to report for a worker that is killed because a signal had stopped it. Its own exit
+        # code would only tell of this agent's SIGKILL.
+        self._frozen: dict[int, Failure] = {}
+        # When to look for workers that have not taken their new seats; None if there is nothing to look for.
+        self._late_at: float | None = None
+        # Whether a worker that is late for its new seat is spared as long as it uses processor time.
+        self._spares = False
         self._joining = JoiningWorkers()
         self.misfit: Failure | None = None
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
@@ -118,7 +136,7 @@ class Supervisor:
         self._watched, self.hangs = watched, HangMonitor(watched)
 
     def open(self) -> None:
-        """Start the worker parent. It imports what the workers need while the agents are still meeting."""
+        """Start the worker parent. It imports torch and the preloaded modules while the agents are still meeting."""
         command, settings = self._settings.command, self._settings
         self._parent = WorkerParent(
             method=settings.start_method,
@@ -133,7 +151,10 @@ class Supervisor:
     # State.
 
     def describe(self, me: Me, now: float) -> Me:
-        """The member's own state at `now`: what its key and its report should say. Changes nothing."""
+        """Return `me` with the workers' state at `now`: what the member's key and its report should say.
+
+        This method changes nothing and sends nothing.
+        """
         state, able = self._state, self._able()
         beside = len(self.pages.ready_beside(self._joining.ranks))
         living = {
@@ -141,10 +162,11 @@ class Supervisor:
             "new": beside,
             "has_state": self.pages.have_state(state, able),
         }
-        seated = state.seat is not None and state.seat.incarnation == me.record.incarnation  # In this life.
+        # A member that was left out comes back with a new incarnation. A seat of an earlier one no longer counts.
+        seated = state.seat is not None and state.seat.incarnation == me.record.incarnation
         generation = state.number if state.generation is not None and state.running else 0
         says = {
-            # Where a GPU has failed, workers of the other GPUs go on in place if they can.
+            # A node with a failed GPU starts no worker, but its workers on the other GPUs may go on in place.
             "warm": bool(self._method) and (self._check.is_fit or bool(able)),
             "port": self.seating.ports.port,
             "generation": generation,
@@ -156,7 +178,8 @@ class Supervisor:
             me,
             record=me.record.model_copy(update=says),
             started=self._newest,
-            # Workers that have failed count no more, also while the kernel still takes them apart.
+            # After a failure that ends the group, its workers no longer count as running: the kernel may need a while
+            # to take the processes apart, and the agreement on the next generation does not wait for that.
             running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
             seated=state.number if seated else 0,
             report=state.report(kept=kept, **living) if seated else None,
@@ -170,30 +193,31 @@ class Supervisor:
         )
 
     def alarms(self) -> list[float]:
-        """When something may be due, by the monotonic clock."""
+        """The times, in seconds of the monotonic clock, at which `do_what_is_due` may have something to do."""
         again_at = self._joining.at if self._can_start_beside() else None
         kill_at = self._kill_late[1] if self._kill_late else None
         alarms = (self._late_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at())
         return [at for at in alarms if at is not None]
 
     def doing(self) -> str:
-        """What the workers do before their first step, in words; "" when they train, or there are none."""
+        """What the workers do before their first step, in words; "" when they train, or when there are none."""
         if self._wanted is not None:
             return "ending the workers of before" if self._method else "importing torch"
         return self.pages.doing(self._state)
 
     def are_gone(self) -> bool:
-        """Whether no worker is left, seated or setting up."""
+        """Whether no worker process is left, neither in a seat nor beside the training."""
         return not self._state.running and not self._joining.ending
 
     def _able(self) -> list[int]:
-        """Local ranks of workers that can go on in another generation without ending."""
+        """The local ranks of the workers that can go on in another generation in place, with their processes."""
         return [] if self._wanted is not None else self.pages.able(self._state)
 
     def _can_start_beside(self) -> bool:
         able = self._wanted is None and bool(self._method) and self._check.is_fit
         beside = self._joining.beside
-        # Where a worker has ended by itself nobody joins any more, in that generation, nor where the run ends with it.
+        # A generation closes with the first worker that ends with code 0: the others end soon as well, so no worker
+        # joins any more. Nobody joins a run's last generation (`Draft.last`) either.
         closes = bool(self._state.well) and (beside is None or beside[0].number == self._state.number)
         closes = closes or (beside is not None and beside[0].last is not None)
         return able and not closes and self.misfit is None
@@ -201,10 +225,13 @@ class Supervisor:
     # Deadlines.
 
     def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool, unagreed: str = "") -> None:
-        """End workers that are late at `now`, start those that are missing, look for hangs.
+        """End workers that are late at `now`, start missing workers, and look for hangs.
 
-        `elsewhere`: nodes where some workers of the generation have ended. `leaves`: this node is to leave. `unagreed`:
-        why no other generation can be agreed; "": it can.
+        Args:
+            now: seconds of the monotonic clock.
+            elsewhere: other nodes on which some workers of the generation have ended with code 0.
+            leaves: whether this node is draining.
+            unagreed: why the nodes cannot agree on another generation now; "" if they can.
         """
         self._check.look(now)
         self._kill_overdue(now)
@@ -212,13 +239,16 @@ class Supervisor:
         self._end_unseated(now, leaves=leaves)
         self._start_missing(now)
         pages, state = self.pages.of(self._state), self._state
-        # Until all have come to the agreed step it is expected of them, and a hang keeps them from it.
+        # Workers that hold for a handover make no step, so none is expected. Once the last step is agreed (`going`),
+        # the workers behind it still have to make it, and a hang may keep them from it: until then steps are expected.
         held = self._waits or (bool(state.holding) and all(page.step >= state.going for page in pages))
         self.hangs.steps.look(now, held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running and not held:
             if self.hangs.search.look_closer(now, ask_s=self._ask_s):
-                self.progress.tell_anew()  # So that nobody counts on from the hang until the next one is due.
+                # The steps go on after a stand. Readers of the event log take a run to stand still until the next
+                # `progress` event, so the supervisor writes one now instead of at the next interval.
+                self.progress.tell_anew()
             self.hangs.ask_if_stalled(now)
         failed_at = self._state.failed_at
         if failed_at is not None and not self._state.hung:
@@ -227,12 +257,14 @@ class Supervisor:
         self.hangs.search.look_at_waits(now)
 
     def _kill_overdue(self, now: float) -> None:
-        """Kill workers that were given time to end, and have used it up."""
+        """Kill workers whose time to end by themselves is over."""
         if self._kill_late is None:
             return
         generation, at = self._kill_late
-        if not self._state.running or generation != self._state.number:  # The next generation has started meanwhile.
+        # The workers have ended in time, or the next generation has started meanwhile.
+        if not self._state.running or generation != self._state.number:
             self._kill_late = None
+        # A build of shared data is not interrupted: the next generation needs the data too.
         elif self.pages.building(self._state):
             self._kill_late = (generation, max(at, now + EXIT_HOOKS_S))
         elif now >= at:
@@ -240,7 +272,11 @@ class Supervisor:
             self.group.kill(generation)
 
     def _end_unseated(self, now: float, *, leaves: bool) -> None:
-        """End workers that do not take the seats that they were given."""
+        """End workers that have not taken their new seats in time.
+
+        The first look, LATE_S after the seats were sent, only takes the stacks of late workers. The second look, at the
+        limit, ends them.
+        """
         state = self._state
         if self._late_at is None or now < self._late_at:
             return
@@ -248,6 +284,7 @@ class Supervisor:
         self._late_at = None if age_s >= limit_s else now + limit_s - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
         pids = self.group.pids(state.number)
+        # Called at the first look as well: that call notes the processor time with which the next one compares.
         works = self._spares and self.hangs.work(now, [pids[rank] for rank in late if rank in pids], age_s)
         if late and self._late_at is not None:
             self._watched.ask(Stacks("late", state.number, 0, age_s, False), late)
@@ -260,7 +297,7 @@ class Supervisor:
             self._fail_in_place(state.seat, text)
 
     def _end_stopped(self, now: float) -> None:
-        """End workers that a signal has stopped, in their seats or beside the training."""
+        """End workers that a signal (SIGSTOP) has stopped for too long, in their seats or beside the training."""
         state, group = self._state, self.group
         sits = state.seated if state.running and state.seat is not None and not state.hung else frozenset()
         pids = {rank: pid for rank, pid in group.pids(state.number).items() if rank in sits}
@@ -278,18 +315,19 @@ class Supervisor:
             self._failed(failure)
 
     def _end_frozen(self, generation: int, pids: Mapping[int, int], failure: Failure) -> None:
+        """Kill the stopped workers of `pids` (by local rank), and report `failure` as the cause of their end."""
         self._say(f"{failure.summary}: ended")
         self._frozen.update((pid, failure) for pid in pids.values())
         self._give_up(generation, pids)
 
     def _give_up(self, generation: int, local_ranks: Collection[int]) -> None:
-        """End workers of `generation` that live and are of no use. From now on they belong to none."""
+        """Kill living workers of `generation` that are of no use. From now on they count as ended."""
         self.group.kill(generation, list(local_ranks))
         self._joining.give_up(local_ranks, self._clock.monotonic())
         self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:
-        """Start workers beside the training for the seats that have none."""
+        """Start workers beside the training for the local ranks that have none."""
         if not self._can_start_beside():
             return
         missing = self._joining.start(self._settings.workers, self._state.seated, now)
@@ -297,13 +335,13 @@ class Supervisor:
             self.seating.start_beside(*self._joining.beside, missing)
 
     def asks_for_positions(self, now: float) -> int:
-        """The generation whose other nodes are to be asked at `now` where their workers are; 0: none."""
+        """The generation whose other nodes the agent should ask at `now` for their workers' positions; 0 for none."""
         due = self.hangs.search.is_to_ask(now, first=self.is_first)
         return self._state.number if due and self._is_in_seat else 0
 
     @property
     def _is_in_seat(self) -> bool:
-        """Whether workers of the present generation run, or have failed in it."""
+        """Whether workers of the present generation run here, or have failed."""
         return self._state.running or self._state.failed_at is not None
 
     @property
@@ -313,16 +351,27 @@ class Supervisor:
 
     @property
     def _ask_s(self) -> list[float]:
-        """Seconds from a closer look to the questions to other nodes: no use before those know the answer."""
+        """The seconds from a closer look at the workers to each question to other nodes.
+
+        A question is useless before the asked node knows the answer. Rank 0's node asks the others first. The others
+        ask rank 0's node after it has had time to find the culprit. A node that does not know the seat of rank 0 asks
+        the leader, which hears of the finding one round later still.
+        """
         generation = self._state.generation
         asks_leader = generation is not None and len(self._names) < generation.nodes
         later = 0 if self.is_first else 2 if asks_leader else 1
         return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
-        """Find out who holds the training up, from the answers in `generation` of `others` that were asked, by node.
+        """Find the ranks for which the others wait, from the answers of other agents.
 
-        `nodes` has the addresses of all of its nodes.
+        On rank 0's node the agent searches for the culprit itself. On any other node it takes over the finding of rank
+        0's node.
+
+        Args:
+            generation: the generation in which the question was asked. Answers for another generation are ignored.
+            nodes: the address of each node of the generation, by name.
+            others: the answers of the agents that were asked, by node.
         """
         if not self._is_in_seat or generation != self._state.number:
             return
@@ -334,7 +383,9 @@ class Supervisor:
                 self.hangs.search.hear(now, answer)
             generation_known = self._state.generation is not None and len(self._names) == self._state.generation.nodes
             first = self._names[0] if generation_known else ""
-            if first in nodes and first not in said:  # While etcd is away it is not taken out.
+            # Rank 0's node does not answer, so it tells no finding. As long as etcd answers, the leader fences a silent
+            # node. While etcd is away nobody can, so this agent reports the silence itself.
+            if first in nodes and first not in said:
                 asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
                 self.hangs.search.blame(now, asked, {}, reached, last=True)
             return
@@ -342,12 +393,12 @@ class Supervisor:
         self.hangs.search.compare(said)
 
     def saving_s(self) -> float:
-        """How long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: unknown."""
+        """The seconds since this node's workers began their newest checkpoint; 0.0 if that is unknown."""
         begun_ns = max((page.saving_ns for page in self.pages.of(self._state)), default=0)
         return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
     def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
-        """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""
+        """Look at `now` for workers on this node that run on although workers here or `elsewhere` have ended well."""
         state = self._state
         ended = [f"rank {rank}" for rank in state.well] + [f"those on {node}" for node in elsewhere]
         concerned = state.generation is not None and state.running and state.failed_at is None and bool(ended)
@@ -358,13 +409,20 @@ class Supervisor:
     # Decisions.
 
     def attend(self, generation: Generation, index: int) -> None:
-        """Let workers that this node lacks set up beside `generation`, which goes on in place; its `index` there."""
+        """Let the workers that this node lacks set up beside `generation`, whose workers go on in place.
+
+        `index`: the group rank of this node there. Workers known to hang in an older generation are ended first.
+        """
         if self._state.hung and self._state.running and generation.number > self._state.number:
             self._end_workers()
         self._joining.beside = (generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
-        """Run `generation` in this node's `seat`, as soon as the one before has ended. `names`: its nodes."""
+        """Run `generation` in this node's `seat`. `names`: the nodes of the generation, in rank order.
+
+        In place, the living workers get their new seats at once. Otherwise the present workers are ended, and new ones
+        start when no process of the present generation is left.
+        """
         self._newest, self._names = generation.number, names
         self._state = self._state.replaced()
         self.progress.replaced(generation.number, waits=generation.waits)
@@ -378,33 +436,43 @@ class Supervisor:
         if self._state.running:
             self.progress.remember()
             if len(self._state.handed) == len(self._state.ranks) or self.pages.building(self._state):
-                # Exit hooks get a moment. A worker that prepares data may finish: the next generation needs them too.
+                # Workers that have handed over end by themselves, and get a moment for their exit hooks. A worker that
+                # prepares shared data may finish the build: the next generation needs the data too.
                 self._kill_late = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
                 self._end_workers()
         self._start_if_possible()
 
     def hold(self, handover: int) -> None:
-        """Make all workers hold at the end of their step, for `handover`, and note the furthest step that one began."""
+        """Make all workers hold at the end of their present step, and note the furthest step that one has entered.
+
+        `handover`: the create revision of the handover's record.
+        """
         self.progress.disturbed()
         pages = self.pages.of(self._state)
+        # `go` first: with `stop` set, a worker obeys `go`, which may still be that of an earlier handover.
         for page in pages:
             page.go = 0
             page.stop = 1
+        # A worker writes `entered`, then reads `stop`; the agent writes `stop`, then reads `entered`. The pause lets
+        # both writes leave the processors' store buffers. After it, each worker has either seen `stop`, or entered a
+        # step that the agent sees here: no worker is past `furthest`.
         self._clock.sleep(HOLD_SEEN_S)
-        entered = [page.entered for page in pages]  # 0 outside of a Loop: such a script cannot hold.
+        # `entered` is 0 outside of a Loop. A script without a Loop cannot hold, so then `furthest` is 0.
+        entered = [page.entered for page in pages]
         furthest = max(entered) if entered and all(entered) else 0
         self._state = replace(self._state, holding=handover, entered=furthest, going=0)
 
     def go(self, step: int, *, save: bool) -> None:
-        """Give workers that hold the `step` after which they leave; with `save` rank 0 commits a checkpoint first."""
+        """Tell the holding workers the `step` after which all leave; with `save` rank 0 commits a checkpoint before."""
         self._state = replace(self._state, going=step)
+        # `save` first: a worker that sees `go` reads `save` next.
         for page in self.pages.of(self._state):
             page.save = int(save)
             page.go = step
 
     def release(self) -> None:
-        """The handover was given up: let the workers go on."""
+        """Let the workers go on, because the handover was given up."""
         self.progress.undisturbed()
         self._state = replace(self._state, holding=0, entered=0, going=0)
         for page in self.pages.of(self._state):
@@ -413,7 +481,7 @@ class Supervisor:
     # Ends.
 
     def kill(self) -> None:
-        """Kill the workers. Nothing of theirs is reported, and their copies in memory are dropped."""
+        """Kill the workers, report nothing about them, and drop the copies of their state in this node's memory."""
         self.seating.memory.close()
         self._wanted = None
         self._stop_joining()
@@ -423,27 +491,34 @@ class Supervisor:
         self._state = replace(self._state, generation=None, seat=None)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
-        """Send the workers signal `number`, or release them; SIGKILL after `grace_s` seconds or when `hurry` says so.
+        """End the workers because this node leaves, and wait for their end.
 
-        `hurry` is asked every few milliseconds; it also folds the ends of workers.
+        Args:
+            grace_s: the seconds that workers have to end by themselves. After that they get SIGKILL.
+            hurry: whether to send SIGKILL now. It is called every 5 ms, and also folds the ends of workers.
+            number: the signal to send. Workers that have handed over and wait for a seat are released instead.
         """
         self._wanted, self._leaves = None, True
         self._stop_joining()
         generation = self._state.number
         deadline = self._clock.monotonic() + grace_s
-        if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
+        # These workers have left their step and wait for a new seat. They end when they are released from that wait.
+        if self._state.handed >= self._state.seated and self._able():
             self.group.release(generation)
         elif self._state.running:
             self._announce_end()
             self.group.terminate(generation, number)
-        # Polled, because the loop that waits for events does not go round any more: `hurry` empties its queue.
+        # Polled, because the agent's loop no longer goes round. `hurry` empties the loop's queue in its place.
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
         if self._state.running:
             self.group.kill(generation)
 
     def finish(self, grace_s: float, *, well: bool) -> None:
-        """The run has ended, `well` or not: release workers that still run, and wait `grace_s` seconds for them."""
+        """Release the workers that still run, because the run has ended, and wait `grace_s` seconds for them.
+
+        `well`: whether the run has succeeded.
+        """
         self._wanted = None
         self._stop_joining()
         self.progress.tell()
@@ -452,7 +527,8 @@ class Supervisor:
         generation = self._state.number
         if self._state.failed_at is not None or (not well and self._settings.restart_grace_s):
             self._end_workers()
-        elif not well:  # They may be failing of the same cause, and be writing their traceback.
+        # After a failure elsewhere, workers here may be failing of the same cause, and be writing their traceback.
+        elif not well:
             self._kill_late = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
         self.group.release(generation)
         deadline = max(self._clock.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
@@ -462,17 +538,20 @@ class Supervisor:
         self.progress.tell()
 
     def close(self) -> None:
-        """End everything that this node has started."""
+        """End the worker parent, all workers and a running node check, and close sockets and memory files."""
         self.progress.tell()
         if self._parent is not None:
-            # A parent that is still importing has no workers and reads no messages: do not wait for it.
+            # A parent that still imports has no workers and does not read its channel: waiting for it is useless.
             self._parent.close(PARENT_END_S if self._method else 0.0)
         self.group.close()
         self.seating.close()
         self._check.close()
 
     def _end_workers(self) -> None:
-        """End the workers of a generation that is over: at once, or within the grace time that the user asked for."""
+        """End the workers of a generation that is over: with SIGKILL at once, or with SIGTERM and time to end.
+
+        The time is `Settings.restart_grace_s`.
+        """
         grace_s, generation = self._settings.restart_grace_s, self._state.number
         if not grace_s:
             self.group.kill(generation)
@@ -482,12 +561,19 @@ class Supervisor:
             self._kill_late = (generation, self._clock.monotonic() + grace_s)
 
     def told_to_leave(self) -> None:
-        """Let workers know that this node leaves, and when will be said. Called by a signal handler."""
+        """Tell the workers that this node is about to leave, so that they leave a SIGTERM from elsewhere to the agent.
+
+        The agent calls this in its signal handler: it only writes to shared memory.
+        """
         for page in self.pages.of(self._state):
             page.leaves = 1
 
     def _announce_end(self) -> None:
-        """Let workers obey the next SIGTERM: they ignore those that do not come from their agent."""
+        """Let workers obey the next SIGTERM at once.
+
+        While a Loop runs, a worker defers a SIGTERM that its agent has not announced: some schedulers (SLURM) signal
+        every process of a job, and the agent may want a handover first.
+        """
         for page in self.pages.of(self._state):
             page.ending = 1
 
@@ -499,10 +585,12 @@ class Supervisor:
 
     @property
     def _waits(self) -> bool:
-        """Whether the workers have seats in which they make no step, because there are too few nodes."""
+        """Whether the workers' generation waits: it has too few nodes, so its workers hold the state and make no
+        step."""
         return self._state.generation is not None and self._state.generation.waits
 
     def _start_if_possible(self) -> None:
+        """Start the workers of the wanted generation, if the parent is warm and no worker of an older one runs."""
         if self._wanted is None or self._state.running or not self._method:
             return
         (generation, seat), self._wanted = self._wanted, None
@@ -510,19 +598,25 @@ class Supervisor:
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._events.write(_begun(generation, self._names))
-        # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
+        # A forked worker inherits the store's listening socket. A worker that is a new program binds the port anew.
         self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:
-        """Let living workers go on in `generation`: first those of the one before, then those that have set up."""
+        """Send living workers their seats in `generation`, which goes on in place.
+
+        Workers of the generation before come first, then workers that have set up beside the training. Workers that
+        cannot go on in place are killed.
+        """
         before, group = self._state, self.group
         number = before.number if before.running else 0
         lives = [(rank, number) for rank in self.pages.able(before)]
         chosen = [*lives, *((rank, 0) for rank in self.pages.ready_beside(self._joining.ranks))][: seat.workers]
         pids = {**group.pids(0), **group.pids(number)}
+        # The time before any seat is sent: a worker may come to its new group before the last seat is out.
         now_ns = self._clock.monotonic_ns()
         self._late_at = self._clock.monotonic() + LATE_S
-        # Nothing has failed before a planned change. Who has not come to that by the next one still does the same.
+        # Before a planned change nothing has failed, so a worker that is late for its seat is probably just busy, and
+        # is spared while it works. If it is still late at the next change, of any kind, it still does the same work.
         still = self._spares and not all(self.pages.took_seat(before, rank) for rank, _ in lives)
         self._spares = still or generation.kind in ("join", "drain", "resize")
         self.progress.began()
@@ -533,7 +627,7 @@ class Supervisor:
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
         self._state = before.went_on(generation, seat, ranks, by_rank, now_ns)
         others = [rank for rank in sorted(group.pids(number)) if rank not in ranks] if number else []
-        if others:  # They cannot go on in place.
+        if others:
             group.kill(number, others)
         self._tell_started()
         if generation.waits:
@@ -545,21 +639,25 @@ class Supervisor:
         self.attend(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
+        """Fail the present generation as collateral: workers of this node are missing in their new seats."""
         self._fail(lost_peer(rank=seat.rank_offset, node=seat.node, message=message))
 
     def _fail(self, failure: Failure) -> None:
-        """The workers of the present generation have failed."""
-        # A generation that was replaced may have been left to finish a build: its failures end nothing.
+        """Note a failure of the workers of the present generation."""
+        # Workers of a replaced generation may still run, to finish a build of data. Their failures have no consequence.
         at = self._clock.monotonic() if self._wanted is None else None
         self._state = self._state.failed(self._with_steps(failure), at)
 
     def _with_steps(self, failure: Failure) -> Failure:
-        """A failure with the steps that this node's living workers have made: those since the last one are progress."""
+        """Return `failure` with the most steps that this node's living workers have made.
+
+        The leader compares the steps of two failures: steps in between are progress, which resets the restart budget.
+        """
         steps = [page.step if page.entered else page.beats for page in self.pages.of(self._state)]
         return replace(failure, beats=max([failure.beats, *steps]))
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
-        """Tell that `generation`, of the nodes `names`, runs without this node."""
+        """Write the event that `generation`, of the nodes `names`, runs without this node."""
         begun = _begun(generation, names)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
 
@@ -571,9 +669,10 @@ class Supervisor:
     # Events.
 
     def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
-        """Take note of an event, and do what follows from it on this node."""
+        """Take note of `event`, and do what follows from it on this node."""
         match event:
             case Warm():
+                # Only deaths in a row count towards PARENT_TRIES.
                 self._parent_deaths, self._method = 0, event.method
                 note(event, self._events)
                 self._start_if_possible()
@@ -586,7 +685,8 @@ class Supervisor:
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
-                # Workers that were given up count as ended before this; those of the next generation wait for it too.
+                # Given-up workers have counted as ended already, but their processes may have lived until now. New
+                # workers start only after the last process has ended.
                 if generation == self._state.number:
                     self._state = replace(self._state, running=False, seated=frozenset())
                     self._start_if_possible()
@@ -606,17 +706,18 @@ class Supervisor:
                 self._events.write(told)
                 self._say(unsaved(told))
             case Damaged() if self._is_current(event):
-                # No generation may resume from this copy again: the next takes another node's copy, or the head.
+                # No generation may resume from a damaged copy again. The next one resumes from another node's copy, or
+                # from the newest committed checkpoint.
                 self.seating.memory.forget()
 
     def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
 
     def stalled(self, event: Stacks) -> None:
-        """Take note of the stacks of workers that make no step, or are late; after too long, they have failed.
+        """Take note of the stacks of workers that make no step, or are late for their seats.
 
-        They are not ended here but by the next generation: other nodes' workers would fail of it before their stacks
-        were taken.
+        Stacks that are final make the workers fail. The next generation ends them, not this method: if their processes
+        ended now, workers of other nodes would fail in their collectives before their own stacks were taken.
         """
         state = self._state
         if event.why == "closer":
@@ -654,10 +755,12 @@ class Supervisor:
             self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
-        """Keep a copy of the state. Not after a failure: the others count on the copy that the report has named.
+        """Keep a copy of the state, unless the leader already counts on an older one.
 
-        Where workers go on in place no copy is counted on. A worker that lost a peer during a pause leaves its newest
-        step behind after that peer's end was reported, perhaps with another seat on its way to it.
+        After a failure the node's report names its newest copy, and the next generation may resume from exactly that
+        copy. So later copies are dropped then. Where workers go on in place, no generation resumes from a copy of the
+        report, so all copies are kept: a worker that lost a peer during a pause sends the copy of its newest step after
+        the peer's end was reported, and perhaps while its new seat is on the way.
         """
         generation, seated = self._state.generation, self._state.running and event.local_rank in self._state.seated
         counted_on = self._state.failed_at is not None and not self._able()
@@ -667,13 +770,14 @@ class Supervisor:
             self._events.write(events.Copied(event.generation, copied.step, copied.size))
         elif event.fd >= 0:
             self._close_file(event.fd)
+        # A worker that is about to end waits for this answer.
         if copied.request:
             event.answer(Reply(copied.request, ok=True))
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
-        """A living worker has handed over, or lost its group because another worker has ended."""
+        """Take note that a living worker has handed over, or has lost its group because another worker has ended."""
         state = self._state
-        # It may have got another seat while the message was under way.
+        # The worker may have got another seat while its message was under way.
         if not state.running or left.generation != state.number or state.seat is None:
             return
         if left.error and state.failed_at is None:
@@ -686,7 +790,7 @@ class Supervisor:
             self._state = replace(state, handed=state.handed | {event.local_rank}, going=left.step)
 
     def _failed_by_itself(self, event: WorkerEnded) -> bool:
-        """Whether a worker has ended in the present generation, and no handover and no next generation explain that."""
+        """Whether the end of a worker is a failure: no handover, departure or next generation explains it."""
         if event.generation == 0:
             return event.local_rank in self._joining.ranks
         wanted = self._wanted is not None or self._leaves or event.local_rank in self._state.handed
@@ -695,7 +799,8 @@ class Supervisor:
     def _worker_ended(self, event: WorkerEnded) -> None:
         if event.failure is not None and self._is_current(event):
             self.progress.remember()
-            self.progress.tell()  # What it spent, perhaps in a pause, is told before its end.
+            # Readers of the event log need the worker's last steps and pauses before its end.
+            self.progress.tell()
         step = self.pages.step_of(event.local_rank, event.generation)
         ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
         failure = self._frozen.pop(event.pid, event.failure if self._failed_by_itself(event) else None)
@@ -710,7 +815,8 @@ class Supervisor:
             self._joining_ended(event)
             return
         if self.pages.has_stepped(event.local_rank, event.generation):
-            self._joining.trained(event.local_rank)  # Its message may have come when that generation was over.
+            # Its message about the first step may have arrived after its generation was over, and been ignored.
+            self._joining.trained(event.local_rank)
         if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
             wait_s = self._joining.failed(self._clock.monotonic())
             self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
@@ -718,7 +824,7 @@ class Supervisor:
             self._seated_ended(event)
 
     def _joining_ended(self, event: WorkerEnded) -> None:
-        """A worker that was to set up beside the training has ended."""
+        """Take note that a worker that set up beside the training has ended."""
         wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
         if wait_s is not None:
             what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
@@ -728,9 +834,10 @@ class Supervisor:
         self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s, if the run goes on")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
-        """A worker of the present generation has ended."""
+        """Take note that a worker of the present generation has ended."""
         stepped = self.progress.step() is not None
-        self.progress.remember()  # Before its page is dropped from those that are looked at.
+        # In this order: `progress` reads the pages of the seated workers only.
+        self.progress.remember()
         self._state = replace(self._state, seated=self._state.seated - {event.local_rank})
         if event.local_rank in self._state.handed:
             return
@@ -740,14 +847,15 @@ class Supervisor:
                 self._state = replace(self._state, unmet=unmet)
             self._failed(event.failure)
         elif event.code == 0 and not self.pages.took_seat(self._state, event.local_rank):
-            # It has finished in the generation before. The others wait for it, and for its state.
+            # The worker had finished its script in the generation before, and never came to the group of its new seat.
+            # The other workers wait for it there, so an exit with code 0 is a failure here.
             message = "had ended before it could go on"
             self._failed(lost_peer(rank=event.rank, node=self._settings.node, message=message))
         elif event.code == 0:
             self._state = replace(self._state, well=(*self._state.well, event.rank))
 
     def _failed(self, failure: Failure) -> None:
-        """A worker of the present generation has failed; the first failure ends it."""
+        """Take note that a worker of the present generation has failed. The first failure ends the generation."""
         first = self._state.failed_at is None
         self._fail(failure)
         if not first:
@@ -755,7 +863,8 @@ class Supervisor:
         self.progress.disturbed()
         self.progress.remember()
         if not self._able():
-            self._end_workers()  # The others of this node can only fail too, or hang.
+            # The other workers of this node cannot go on in place: they can only fail too, or hang.
+            self._end_workers()
         elif self._state.generation is not None and self._state.seat is not None:
             self.attend(self._state.generation, self._state.seat.index)
 
