@@ -1,7 +1,8 @@
-"""One node's agent, from its options to its exit code.
+"""Runs one node's agent, from its options to its exit code.
 
-`agent.event_loop` is the loop, `rendezvous.member` decides. This file is what an agent with workers of its own adds:
-`agent.supervisor` starts and stops them, `agent.membership` reaches the store, `agent.console` speaks to people.
+`agent.event_loop` has the loop, and `rendezvous.member` decides. This file adds what an agent with workers of its own
+needs: signals, the health port, joining and leaving. `agent.supervisor` starts and stops the workers,
+`agent.membership` reaches etcd, and `agent.console` prints and writes events.
 """
 
 from __future__ import annotations
@@ -57,22 +58,31 @@ from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, Wor
 log = logging.getLogger(__name__)
 
 KILLED_S = 5.0
-"""SIGKILL takes milliseconds. A process that is stuck in the kernel may take for ever."""
+"""How long the agent waits for killed workers. SIGKILL takes milliseconds, but a process that is stuck in the kernel
+may never end."""
 
 END_GRACE_S = 5.0
+"""How long workers may take to end after the run's result is known."""
+
 ALONE_S = 5.0
-"""Agents that are started together find each other within this time."""
+"""An agent warns that it is alone after this time. Agents that are started together find each other sooner."""
 
 AT_ONCE_S = 1.0
 """From a second signal to the end of the agent. Ending workers and deregistering takes milliseconds."""
 
 TURN_S = 1.0
-"""With a health port, an idle loop goes round this often to show that it can."""
+"""With a health port, an idle loop goes round at this interval, to show that the loop is not stuck."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the workers of other nodes are in a generation, by their agents' answers; `nodes`: all addresses."""
+    """The answers of other agents about the positions of their workers.
+
+    Attributes:
+        generation: the generation in which the question was asked.
+        nodes: the addresses of its nodes, by name.
+        by_node: the answers, by node.
+    """
 
     generation: int
     nodes: Mapping[str, str]
@@ -80,12 +90,12 @@ class Positions:
 
 
 class Agent(Side):
-    """An agent, from `run` to its exit code. Its loop knows it as a `Side`.
+    """One node's agent: `run` lasts until the agent's exit code. To its event loop the agent is a `Side`.
 
     Args:
-        settings: its own options.
-        spec: what it must agree on with the other nodes of the run.
-        edges: clock, network, processes and files; None: this machine's.
+        settings: this node's own options.
+        spec: the options on which all nodes of the run must agree.
+        edges: clock, network, processes and files; None: those of this machine.
     """
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
@@ -103,27 +113,39 @@ class Agent(Side):
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
         self.spec = spec
+        # Until when this node waits for its handover before it leaves without one; None while it is not draining.
         self.drain_until: float | None = None
-        self.late = False  # Whether it leaves because it could not hand over in time.
+        # Whether this node leaves because it could not hand over in time.
+        self.late = False
+        # When to warn if no other node has come; None: never.
         self.alone_at: float | None = None
+        # Whether a signal has come while this node was leaving already: workers then get no more time to end.
         self.hurry = False
-        self.away_since: float | None = None  # Since when etcd has not answered, as far as that was written.
-        self.saved: Commit | None = None  # The newest checkpoint that this node has committed.
+        # Since when etcd has not answered, as far as an event has told it; None while etcd answers.
+        self.away_since: float | None = None
+        # The newest checkpoint that this node has committed.
+        self.saved: Commit | None = None
         self.last_signal = signal.SIGTERM
-        # Signals so far: the one is written by their handler, the other by what it interrupts.
+        # The signals that have come, and those that the loop has handled. Only the signal handler writes the first
+        # count, and only the loop the second: a count that both wrote could lose a signal.
         self._signals = self._heeded = 0
         self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
-        """Take part in the run until it ends, or until a signal tells this agent to leave. Returns the exit code."""
+        """Take part in the run until it ends, or until a signal tells this agent to leave. Returns the exit code.
+
+        Raises ElasticError, with the exit code in it, when the agent cannot join or cannot go on.
+        """
         check_loopback()
         for number in self.settings.options.signals:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
+            # Under nohup SIGHUP is ignored, and has to stay so.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._told)
         code = EXIT_BUG
         self.loop.watch_threads()
         try:
-            self.node.open()  # Importing torch takes longest, so it begins first.
+            # Importing torch takes longest, so the worker parent starts first.
+            self.node.open()
             self.console.open_last_line()
             for note in self.settings.options.notes:
                 self.console.warn(note)
@@ -138,32 +160,35 @@ class Agent(Side):
                 self.health.close()
             self.console.stopped(code)
             self.loop.unwatch_threads()
-            # Python restores the default handlers before it exits, and SIGALRM's default is to kill.
+            # Python restores the default signal handlers before it exits. By default SIGALRM ends the process, so an
+            # alarm that is still set would replace the exit code.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
 
     def tell_to_leave(self, number: int) -> None:
-        """Queue a signal."""
+        """Tell this agent to leave, as the signal `number` does. A signal handler may call this."""
+        # A SimpleQueue's `put` is reentrant: the signal may have interrupted another `put`.
         self.queue.put(signal.Signals(number))
         self._signals += 1
 
     def _told(self, number: int, _frame: object) -> None:
-        """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
+        """Handle a signal. The second one sets an alarm, so that the agent ends even if etcd does not answer."""
         self.tell_to_leave(number)
-        self.node.told_to_leave()  # At once: the loop may be waiting for etcd.
-        # The user may have given SIGALRM the meaning of another signal by --signals. Then there is no alarm.
+        # Not left to the loop, which may be waiting for etcd: some schedulers send the same signal to the workers.
+        self.node.told_to_leave()
+        # With --signals the user may have made SIGALRM a signal to leave. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
-        """End as if killed: the workers get their death signal, and the other nodes miss this one's lease."""
+        """End as if killed. The worker parent ends the workers, and the other nodes notice that the lease has ended."""
         self.console.close_last_line()
         tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
     def work(self) -> int:
-        """Join, take part, end; the exit code."""
+        """Join the run, take part in it, and leave it. Returns the exit code."""
         self.membership = Membership(
             self.settings, self.queue, self.edges, told_to_leave=lambda: self._signals > self._heeded
         )
@@ -177,7 +202,7 @@ class Agent(Side):
 
     @property
     def member(self) -> Member:
-        """This agent's member of the run. Not set before it begins to join."""
+        """This agent's member of the run. Not set before the agent begins to join."""
         return self.loop.member
 
     # The loop's `Side`.
@@ -205,13 +230,13 @@ class Agent(Side):
 
     @property
     def _unagreed(self) -> str:
-        """Why nothing can be agreed now, as far as this node has noticed; "": it can."""
+        """Why the nodes can agree on nothing now, as far as this agent has noticed; "" if they can."""
         if self.member.outage.problem:
             return "etcd does not answer"
         return "etcd takes no writes" if self.member.outage.refused_since is not None else ""
 
     def _ask_for_positions(self, now: float) -> None:
-        """Ask other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
+        """Ask other agents for their workers' positions, if it is time. Their answers arrive as one `Positions`."""
         generation = self.node.asks_for_positions(now)
         if generation:
             view = self.member.view
@@ -223,19 +248,23 @@ class Agent(Side):
             )
 
     def _attend(self) -> None:
-        """Where workers go on in place, let the workers that this node lacks set up beside them."""
+        """Let the workers that this node lacks set up beside a generation whose workers go on in place."""
         me, view = self.member.me, self.member.view
         if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
             return
         seat = view.seat_of(me.record)
-        seated = seat is None or me.started >= view.number  # Otherwise its workers are about to get their seats.
+        # A node that has a seat and has not started the generation is about to seat its workers. None is missing yet.
+        seated = seat is None or me.started >= view.number
         if seated and others_go_on(view, me.record.node):
             generation = view.generation.record
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`. The leader's key tells what only it sees: that workers go on in place, until a generation says
-        so, and where some have ended."""
+        """See `Side`.
+
+        The leader's member key also tells what only the leader sees: on which nodes workers have ended, and that the
+        other nodes' workers go on in place. The next generation's record repeats the latter, and then the key need not.
+        """
         view = self.member.view
         tells = view.leads and view.generation is not None and not view.generation.record.in_place
         goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
@@ -245,7 +274,7 @@ class Agent(Side):
         return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
-        """See `Side`. Notes what the health port answers from now on."""
+        """See `Side`. Renews the state from which the health port answers."""
         self._decision = decision
         self._note_etcd()
         if isinstance(decision, Adopt):
@@ -265,7 +294,10 @@ class Agent(Side):
         )
 
     def _note_etcd(self, *, fresh: bool = False) -> None:
-        """Write that etcd does not answer, or does again; `fresh`: another one, in place of one that has died."""
+        """Write an event when etcd stops answering, and when it answers again.
+
+        `fresh`: a fresh embedded etcd has taken the place of one that has died.
+        """
         outage = self.member.outage
         if not fresh and (self.away_since is not None) == bool(outage.problem):
             return
@@ -322,8 +354,10 @@ class Agent(Side):
     # Joining.
 
     def _answer_for_health(self) -> None:
+        """Open the health port, if the user has asked for one."""
         if self.settings.options.health is None:
             return
+        # While the agent joins, its loop does not go round yet. It may wait for etcd, then for its turn to register.
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
         noted = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
@@ -333,7 +367,10 @@ class Agent(Side):
         self.console.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
-        """Become a member, and print how others join. False if the run has succeeded already."""
+        """Become a member, and print how other nodes join. Returns False if the run has succeeded before.
+
+        Raises ConfigError, DuplicateError, StoreError.
+        """
         settings, address = self.settings, self.membership.meeting.address
         self.probes = self.edges.probe_server(
             self.loop.prober,
@@ -343,6 +380,7 @@ class Agent(Side):
             self._known,
             lambda: self.node.hangs.search.said,
         )
+        # Bound before ranks are agreed on: the member key announces the port, which rank 0's store will use.
         self.node.seating.ports.bind(address)
         record = MemberRecord(
             node=settings.node,
@@ -363,6 +401,7 @@ class Agent(Side):
             note=log.warning,
             seats_per_chunk=self.edges.seats_per_chunk,
         )
+        # Probes are answered before the member key exists, because others may probe as soon as they see the key.
         self.probes.start()
         result = self.membership.open(self.member)
         if result is not None:
@@ -377,7 +416,10 @@ class Agent(Side):
         return True
 
     def _known(self) -> Iterable[Seat]:
-        """The seats of its generation that this agent knows; the leader's it knows by its key. From any thread."""
+        """The seats of the present generation that this agent knows. Any thread may call this.
+
+        In a large run an agent reads only its own chunk of the roster, but it knows the leader's address by its key.
+        """
         if not self.member.me.started:
             return ()
         view = self.member.view
@@ -385,7 +427,10 @@ class Agent(Side):
         return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. Kills the workers and waits for their end: they must do nothing after the new registration."""
+        """See `Side`. Kills the workers, and waits up to KILLED_S for their end.
+
+        A worker of the old incarnation must do nothing after the new one has registered.
+        """
         self.node.kill()
         deadline = self.clock.monotonic() + KILLED_S
         while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
@@ -399,9 +444,11 @@ class Agent(Side):
     # The store.
 
     def revive_store(self) -> None:
-        """See `Side`. The embedded etcd is not durable: the run goes on from the newest checkpoint on disk.
+        """See `Side`.
 
-        It also ends with the run, of which an agent that was stopped by a signal hears too late.
+        An embedded etcd is not durable. When it dies, the run goes on from the newest checkpoint on disk. The embedded
+        etcd also ends with the run: an agent that was stopped by a signal meanwhile finds it gone, and reads the run's
+        result from the logs of other nodes.
         """
         if not self.membership.embedded_died():
             return
@@ -423,12 +470,14 @@ class Agent(Side):
         self.console.published(decision, before)
 
     def _ask_store(self, said: WorkerSaid) -> None:
+        """Pass a worker's request on to the store proxy, with the record of the worker's generation as its fence."""
         member, request = self.member, said.message
         view, me = member.view, member.me
         assert isinstance(request, Request)
-        # A worker that sets up beside the training prepares data for the generation that goes on.
+        # A worker that sets up beside the training says generation 0. It prepares data for the present generation.
         number = said.generation or view.number
-        # The transaction compares the record of the worker's own generation. It is not sent when another is current.
+        # The transaction compares the record of the worker's own generation. Without that record it is not sent,
+        # because a newer generation has replaced the worker's.
         current = view.generation is not None and view.number == number
         self.membership.proxy.send(
             StoreRequest(
@@ -446,6 +495,10 @@ class Agent(Side):
     # Leaving.
 
     def _end(self, decision: End | Leave | Halt) -> int:
+        """End the workers and leave the run as `decision` says. Returns the exit code.
+
+        Raises CheckpointError if the script of this node is not the run's, and the error of `halted` after a Halt.
+        """
         if self.health is not None:
             noted, limit_s = self.health.noted, self.settings.stop_timeout_s + health_state.LIVE_S
             self.health.noted = replace(noted, phase="ending", turned_at=self.clock.monotonic(), limit_s=limit_s)
@@ -462,17 +515,22 @@ class Agent(Side):
                 reached, away = self.node.progress.reached, self.member.outage.since is not None
                 unagreed = away or self.member.me.record.draining
                 if unagreed and not decision.saving and not decision.others_go_on:
-                    # Nobody goes on, and what was to be saved was not agreed on in time.
+                    # No node goes on with the state, and the nodes did not agree in time on the step to save. So the
+                    # last finished step is the one that should have been saved.
                     decision = replace(decision, saving=reached)
+                # Before the member key is deleted: as soon as all keys are gone, `elasticrt stop` reads the last step
+                # from the event log.
                 self.node.progress.remember()
-                self.node.progress.tell()  # `stop` looks at the last step when the key is gone.
+                self.node.progress.tell()
                 self.membership.leave(self.member, seat_too=True)
-                # A signal that was added by --signals means something to the script, so it gets that signal.
+                # A signal that the user added with --signals means something to the script, so the workers get that
+                # signal too. The usual ones become SIGTERM.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 self.membership.proxy.close(CLOSE_S)
-                self._impatient()  # A commit that was under way is to be known below.
+                # Fold a commit that the proxy has just finished: below, the agent says which steps are saved.
+                self._impatient()
                 late_after = reached if self.late or away else 0
                 asks = saves or late_after or self.console.narrates
                 head, known = self._newest() if asks else (None, False)
@@ -488,18 +546,21 @@ class Agent(Side):
                 raise halted(decision, self.settings.run_id)
 
     def _signalled(self, number: signal.Signals) -> None:
-        """Begin to leave: by a handover if the workers can, within a time limit. A second signal ends the wait."""
+        """Begin to leave because of the signal `number`. If this node is leaving already, end every wait."""
         self.last_signal = number
         self.hurry = self.hurry or self._leaves
         self._begin_to_leave(f"{number.name} received")
 
     @property
     def _leaves(self) -> bool:
-        """Whether this node is on its way out."""
+        """Whether this node is leaving the run, at once or after a handover."""
         return self.member.me.record.draining or bool(self.member.me.leaving)
 
     def _begin_to_leave(self, reason: str) -> None:
-        """Leave by a handover, or at once if that is under way already. It waits for etcd, as long as it may take."""
+        """Leave by a handover, or at once if a handover is under way already, for this `reason`.
+
+        A handover needs etcd. Without an answer from etcd the handover waits, for `drain_timeout_s` at most.
+        """
         member = self.member
         if self._leaves:
             member.me = replace(member.me, leaving=member.me.leaving or reason)
@@ -507,7 +568,11 @@ class Agent(Side):
             self.drain(reason)
 
     def drain(self, reason: str) -> None:
-        """See `Side`. Workers that cannot hand over are ended at once, but where this node has copies of the state."""
+        """See `Side`. Gives the handover `drain_timeout_s` seconds.
+
+        A node whose workers cannot hand over, and which holds no copy of the state, has nothing to give: it leaves at
+        once.
+        """
         if not (self.node.progress.can_hand_over() or self.node.seating.memory.newest):
             self.member.me = replace(self.member.me, leaving=reason)
             return
@@ -516,10 +581,12 @@ class Agent(Side):
         self.member.drain()
 
     def _newest(self) -> tuple[Commit | None, bool]:
-        """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer.
+        """The newest committed checkpoint that this node knows, and whether it is certainly the newest of the run.
 
-        One that this node has committed or heard of is on its disk, also when etcd has forgotten it. One alone in its
-        generation knows all of them, as that names the newest one before it.
+        If etcd does not answer, another node may have committed a newer one, unless this node is alone in its
+        generation: its record names the newest checkpoint before it, and this node has committed all later ones. A
+        checkpoint that this node has committed or heard of counts even if a fresh etcd does not know it: the file is on
+        disk.
         """
         heard, found, answered = self.member.view, None, self.member.outage.since is None
         generation = heard.generation.record if heard.generation is not None else None
@@ -534,7 +601,10 @@ class Agent(Side):
         return max(known, key=lambda each: each.reached, default=None), answered or alone
 
     def _impatient(self) -> bool:
-        """Fold the ends of workers, what they ask, and have saved. Returns whether a second signal has come."""
+        """Handle the queued events that matter while this node leaves. Returns whether a second signal has come.
+
+        These are the ends of workers, their requests to the store, and commits.
+        """
         while not self.queue.empty():
             event = self.queue.get_nowait()
             self.hurry = self.hurry or isinstance(event, signal.Signals)
@@ -545,11 +615,11 @@ class Agent(Side):
 
 
 def whom_to_ask(view: View, *, first: bool) -> list[Seat]:
-    """The agents to ask where workers are: by that of rank 0, the `first`, all others, for their workers' positions; by
-    each of them that one, for what it has found out.
+    """The seats of the agents to ask about the workers' positions, as this agent's `view` knows them.
 
-    A member of a large run knows only some seats. Without that of rank 0 it asks the leader, which knows all of them
-    and passes on what it has heard.
+    The agent on rank 0's node (`first`) asks all others for the positions of their workers. Any other agent asks rank
+    0's, for the culprit that it has found. An agent of a large run may not know the seat of rank 0. It then asks the
+    leader, which knows all seats and passes on what it has heard.
     """
     others = [seat for seat in view.order() if seat.node != view.node]
     if first:
@@ -560,7 +630,7 @@ def whom_to_ask(view: View, *, first: bool) -> list[Seat]:
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:
-    """The error that an agent of the run `run_id` ends with because of its `decision`."""
+    """The error with which an agent of the run `run_id` ends because of `decision`."""
     if decision.code == DuplicateError.exit_code:
         kind: type[ElasticError] = DuplicateError
         remedy = "Start this node again with the run's options"

@@ -1,8 +1,8 @@
-"""The loop of every member: decide, carry out, wait for events, handle them.
+"""Runs the loop of a member: decide, carry out the decision, wait for events, handle them.
 
-One thread owns all state; watches, workers, probes and signals only put events into its queue. `rendezvous.member`
-decides. What belongs to the workers is done by a `Side`: an `Agent`, which starts them, or torchrun's plug-in
-(`Participant`), whose workers another launcher starts.
+One thread owns all state. Watches, workers, probes and signal handlers only put events into its queue.
+`rendezvous.member` decides. A `Side` does what concerns the workers: an `Agent`, which starts workers itself, or
+torchrun's plug-in (`Participant`), whose workers torchrun starts.
 """
 
 from __future__ import annotations
@@ -47,51 +47,58 @@ from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreForbidden, St
 log = logging.getLogger(__name__)
 
 PROBE_S = 2.0
+"""How long the loop waits for the answers of a probe before it decides again. A silent agent takes 1.5 s."""
 
 OWN_THREADS = "elasticrt-"
-"""Prefix of the names of our threads. Errors in other libraries' threads do not concern the member."""
+"""The prefix of the names of elasticrt's threads. Errors in threads of other libraries do not concern the member."""
 
 
 @dataclass(frozen=True)
 class ThreadDied:
-    """A thread of this member has ended with an unexpected error. What waits for it would wait for ever."""
+    """A thread of this member has ended with an unexpected `error`. Without this event, the loop would wait for it for
+    ever."""
 
     name: str
     error: BaseException
 
 
 class Side:
-    """The workers' side of a member's loop. Methods that do nothing here are optional."""
+    """The workers' side of a member's loop: what the loop calls about the workers. Methods with a body are optional."""
 
     def describe(self, me: Me, now: float) -> Me:
-        """The member's own state at `now`: what its key and its report should say. Changes nothing."""
+        """Return `me` with the workers' state at `now`: what the member's key and its report should say. Change
+        nothing."""
         raise NotImplementedError
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """Start the workers of `generation` in this node's `seat`, as soon as those of the one before have ended."""
+        """Start the workers of `generation` in this node's `seat`, as soon as the workers of the generation before have
+        ended."""
         raise NotImplementedError
 
     def left_out(self, reason: str) -> bool:
-        """End the workers: a generation goes on without this life, for this `reason`. Whether they have ended yet."""
+        """End the workers, because a generation goes on without this incarnation for this `reason`.
+
+        Returns whether the workers have ended yet. The member comes back only after that.
+        """
         raise NotImplementedError
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """Do this node's part of a handover, as `decision` says."""
+        """Do this node's part of a handover: hold the workers, tell them the last step, or let them go on."""
         raise NotImplementedError
 
     def drain(self, reason: str) -> None:
-        """Begin to hand over and leave, for this `reason`."""
+        """Begin to hand the training over and leave the run, for this `reason`."""
         raise NotImplementedError
 
     def handle(self, event: Any) -> None:
-        """Take note of an event that the loop does not know."""
+        """Take note of an `event` of a kind that the loop does not know."""
         raise NotImplementedError
 
     def do_what_is_due(self, now: float) -> None:
         """Do what is due at `now` (seconds of the monotonic clock)."""
 
     def alarms(self, now: float) -> Iterable[float]:
-        """When, from `now` on, to decide again even if no event has come."""
+        """The times after `now` at which to decide again even if no event has come. Seconds of the monotonic clock."""
         del now
         return ()
 
@@ -99,25 +106,29 @@ class Side:
         """Take note of a `decision`, before it is carried out."""
 
     def published(self, decision: Publish, before: View) -> None:
-        """Take note that this member has published a generation. `before`: the view before that."""
+        """Take note that this member has published a generation. `before`: the view on which it decided."""
 
     def revive_store(self) -> None:
-        """If an embedded store of this machine has died, start another one, or note the result of the run with which it
-        has ended. Raises StoreUnavailable."""
+        """Replace the embedded store of this machine if it has died. Raises StoreUnavailable.
+
+        An embedded store also ends with the run. Then the side notes the run's result instead.
+        """
 
 
 class EventLoop:
-    """A member's loop. Used by one thread; only `queue.put` is called from others.
+    """The loop of one member. One thread uses it; other threads only call `queue.put`.
 
     Args:
-        run_id: the run.
+        run_id: the run's name.
         side: the workers' side.
         edges: clock, queue and prober.
 
     Attributes:
         queue: takes all events.
         prober: asks other agents whether they are alive.
-        member, driver, session: set by `begin`: the member, what carries out its requests, and what keeps its lease.
+        member: decides. Set by `begin`, as the next two are.
+        driver: carries out the member's requests to the store.
+        session: keeps the member's lease alive.
     """
 
     member: Member
@@ -132,24 +143,26 @@ class EventLoop:
         self._run_id = run_id
         self._side = side
         self._clock = edges.clock
+        # The reason of the last decision that was logged: a reason is logged when it changes.
         self._reason = ""
         self._hook = threading.excepthook
 
     def begin(self, member: Member, driver: StoreDriver, session: LeaseSession) -> None:
-        """Use this `member` from now on, with what carries out its requests and what keeps its lease."""
+        """Use this `member` from now on, with the `driver` of its requests and the `session` of its lease."""
         self.member, self.driver, self.session = member, driver, session
 
     def watch_threads(self) -> None:
-        """From now on an error in one of our threads ends the member's loop."""
+        """Make an unexpected error in a thread of elasticrt end the loop, from now on."""
         self._hook, threading.excepthook = threading.excepthook, self._thread_died
 
     def unwatch_threads(self) -> None:
-        """Restore the hook."""
-        if threading.excepthook == self._thread_died:  # Otherwise another hook was installed after it, and calls it.
+        """Restore the hook for threads' errors that was there before `watch_threads`."""
+        # Another hook may have been installed since, which calls this one. Then there is nothing to restore.
+        if threading.excepthook == self._thread_died:
             threading.excepthook = self._hook
 
     def _thread_died(self, what: threading.ExceptHookArgs) -> None:
-        """Called on any thread that ends with an error."""
+        """Queue the death of an own thread. Python calls this on each thread that ends with an error."""
         name = what.thread.name if what.thread is not None else ""
         if name.startswith(OWN_THREADS) and what.exc_value is not None:
             log.error("the thread %s has ended: %r", name, what.exc_value)
@@ -158,7 +171,7 @@ class EventLoop:
             self._hook(what)
 
     def take_part(self) -> End | Leave | Halt:
-        """Go round until the run has ended for this member. Returns the decision that says why."""
+        """Run the loop until the run has ended for this member. Returns the decision that says why."""
         while True:
             decision = self._decide()
             if isinstance(decision, End | Leave | Halt):
@@ -169,9 +182,10 @@ class EventLoop:
         member, now = self.member, self._clock.monotonic()
         if member.outage.is_due(now):
             self._read_again(now)
-        # In this order: what is due may end workers, and what this node says of itself must be true when it decides.
+        # In this order: `do_what_is_due` may end workers, and the member must decide on the state after that.
         self._side.do_what_is_due(now)
         member.me = self._side.describe(member.catch_up(), now)
+        # While etcd does not answer, other agents may know of a newer generation than this member.
         asked = member.listens_to(now)
         if asked:
             self.prober.listen(asked, self._run_id, lambda number: self.queue.put(Heard(number)))
@@ -183,13 +197,18 @@ class EventLoop:
         return decision
 
     def _read(self, conversation: Conversation[None]) -> None:
-        """Carry out what only reads. If that is forbidden now, the login's permissions are being changed."""
+        """Carry out a conversation that only reads.
+
+        A login that may no longer read counts as an outage, not as an error: its permissions are probably being
+        changed.
+        """
         try:
             self.driver.run(conversation)
         except StoreForbidden as error:
             raise StoreUnavailable(str(error)) from error
 
     def _read_again(self, now: float) -> None:
+        """Try to end an outage: read everything again, from a fresh store if the embedded one has died."""
         try:
             self._side.revive_store()
             if self.member.view.result is not None:
@@ -201,7 +220,7 @@ class EventLoop:
             self.member.outage.end(now)
 
     def _do(self, decision: Decision) -> float | None:
-        """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""
+        """Carry out a decision. Returns until when to wait for events: None for ever, 0.0 for not at all."""
         try:
             return self._carry_out(decision)
         except (StoreUnavailable, LeaseLost, StoreBlocked) as error:
@@ -219,33 +238,42 @@ class EventLoop:
             case Drain():
                 side.drain(decision.reason)
             case Probe():
-                # Evicting a healthy node is cheap where workers go on in place, so two witnesses are enough there.
+                # Witnesses let the member decide sooner, at the risk of fencing a healthy node. Where workers go on in
+                # place that costs little: a healthy node comes back in the time of a step. Elsewhere only this agent's
+                # own probe counts.
                 self.prober.ask(decision.seats, member.view.witnesses if member.me.record.has_state else no_witnesses)
                 return self._clock.monotonic() + PROBE_S
             case Rejoin():
+                # The event of the workers' end ends this wait.
                 if not side.left_out(decision.reason):
                     return None
                 self.driver.run(member.carry_out(decision))
             case _:
                 before = member.view
                 done = self.driver.run(member.carry_out(decision))
-                member.outage.not_refused()  # Something was written. Other decisions write nothing.
+                # Decisions of this branch write to the store, so the store takes writes again, if it has refused some.
+                member.outage.not_refused()
                 if isinstance(decision, Publish) and done:
                     side.published(decision, before)
+                # Another process may still hold this node's name, until its lease ends.
                 if isinstance(decision, Register) and not done:
                     return self._clock.monotonic() + LOOK_AGAIN_S
         return 0.0
 
     def _absorb(self, until: float | None) -> None:
-        """Wait for an event, or until a time; handle all events that have come, and complete the view."""
+        """Wait for an event, or until a time. Then handle all events that have come, and complete the view.
+
+        `until`: as `_do` returns it. Alarms of the side and of the lease may end the wait sooner.
+        """
         now = self._clock.monotonic()
         alarms = [*self._side.alarms(now), until, self.session.look_at()]
         until = min((at for at in alarms if at is not None), default=None)
-        # Even if nothing is to be waited for, what has come counts before the next decision.
+        # Even without a wait, the events that have come already are handled before the next decision.
         with contextlib.suppress(queue.Empty):
             timeout = None if until is None else max(0.0, until - now)
             self.handle(self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait())
-        # This process may have been paused: nothing may be decided before the lease is checked again.
+        # This process may have been paused during the wait (SIGSTOP, a suspended machine). The lease may have ended
+        # meanwhile, so it is checked before the next decision.
         self.session.look()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -257,7 +285,7 @@ class EventLoop:
                 self.member.failed(error, self._clock.monotonic())
 
     def handle(self, event: Any) -> None:
-        """Take note of an event."""
+        """Take note of an `event`. Raises RuntimeError if an own thread has died."""
         match event:
             case Notice() | SessionState() | Probed() | Heard():
                 self.member.handle(event, self._clock.monotonic())
