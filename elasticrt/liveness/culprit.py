@@ -1,11 +1,12 @@
-"""Finds the rank for which the others wait, when steps stand still. Pure.
+"""Finds the ranks for which the others wait, when steps stand still. Pure.
 
-By the stack of its main thread, a rank waits in a collective, is in backward (it computes, or waits for the sum of
-gradients), or does something else: the script's own code, a loader, a save. The number of collectives that it has begun
-tells waiting from computing in backward. If all ranks wait, torch's flight recorder tells in which collectives, and the
-kernel whether the data that they have sent was acknowledged.
+The stack of a rank's main thread shows what the rank does. It waits in a collective, or it is in backward, or it does
+something else: the script's own code, a data loader, a save. In backward a rank either computes gradients or waits for
+their all-reduce: the number of collectives that the rank has begun tells these two apart. If all ranks wait, torch's
+flight recorder shows in which collectives, and the kernel shows whether the peer has acknowledged the data that a rank
+has sent.
 
-The finding is a warning. It ends nothing.
+The finding is a warning. It ends no worker.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from elasticrt.ipc.flights import read
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
+# A finding names at most so many links between nodes.
 LINKS_MAX = 4
-# More ranks than this at once, and more than half of them, are no culprit.
+# If more ranks than this are late, and more than half of all, no rank is singled out. A reason describes at most so
+# many ranks.
 RANKS_MAX = 4
 
+# The part of a reason that says who waits. It changes between two looks at the same stand.
+
 _WAITING = re.compile(r"(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
+# A frame of a stack as `faulthandler` writes it.
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+# Files that are not the script's own code.
 _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
 )
 _LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
-# Files of torch.compile that have no frame while compiled code runs.
+# Files of torch.compile. They are on the stack while a function is being compiled, and not while compiled code runs.
 _COMPILER = re.compile(
     r"/torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py$|/triton/compiler/|"
     r"/torch/_inductor/(async_compile\.py|codecache\.py|codegen/|compile_fx\.py|fx_passes/|graph\.py|lowering\.py|scheduler\.py)"
@@ -43,6 +50,7 @@ _KINDS = (
     ("save", re.compile(r"/elasticrt/train/saving\.py$|/elasticrt/checkpoint/|/torch/serialization\.py$")),
 )
 
+# The kernel's letters for a process that neither runs nor sleeps as usual, in words.
 STATES = {
     "T": "is stopped by a signal (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -53,44 +61,64 @@ STATES = {
 
 @dataclass(frozen=True)
 class Position:
-    """The position of one rank."""
+    """Where one rank is, and what it does there.
 
-    rank: int  # Its global rank.
-    step: int  # Its last finished step.
-    stepping: bool  # Whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
-    state: str  # The kernel's letter for its main thread.
-    # "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save", "code", or ""
-    # if its stack is not known.
+    Attributes:
+        rank: the global rank.
+        step: the last step that the rank has finished.
+        stepping: whether a step is expected of the rank: not in `loop.pause`, between epochs, or in a save.
+        state: the kernel's letter for the state of the rank's main thread.
+        doing: what the main thread does: "collective", "gradients" (forward or backward of DDP, waiting or not),
+            "compile", "loader", "save", "code", or "" if its stack is unknown.
+        place: the place in the script, such as "train.py:12 in step".
+        begun: the number of collectives that the rank has begun in the default process group; 0 if unknown.
+        flights: the rank's collectives by torch's flight recorder, as `ipc.flights` writes them; "" if unknown.
+        unheard: the addresses that do not acknowledge the rank's data, separated by commas.
+        node: the rank's node. `find` fills it in.
+    """
+
+    rank: int
+    step: int
+    stepping: bool
+    state: str
     doing: str
-    place: str = ""  # Where in the script: "train.py:12 in step".
-    begun: int = 0  # The number of collectives of the default group that it has begun; 0: not known.
-    flights: str = ""  # Its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
-    unheard: str = ""  # The addresses that do not acknowledge its data, with commas.
-    node: str = ""  # Its node, once `find` knows that.
+    place: str = ""
+    begun: int = 0
+    flights: str = ""
+    unheard: str = ""
+    node: str = ""
 
     def __post_init__(self) -> None:
-        """Cut a place that is too long: another agent may have sent it."""
+        """Cut a place that is too long, because another agent may have sent any text."""
         object.__setattr__(self, "place", cut(self.place, PLACE_MAX_BYTES))
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A finding: the ranks for which the others wait."""
+    """A finding: the ranks for which the others wait.
 
-    ranks: tuple[int, ...]  # Global ranks; none if no rank is to blame.
-    nodes: tuple[str, ...]  # Theirs, without repetitions.
-    reason: str  # What these ranks do, and where the others wait.
-    resting: bool = False  # No step is expected of these ranks, so this may be no mistake.
-    step: int = 0  # The last one of those that have found it.
+    Attributes:
+        ranks: the global ranks of the culprits; empty if no rank is to blame.
+        nodes: the nodes of these ranks, each once; or the nodes that do not answer, or those at the ends of a cut link.
+        reason: what these ranks do, and where the others wait, in words.
+        resting: no step is expected of these ranks (`loop.pause`, or between epochs), so the wait may be intended.
+        step: the last step that all workers had finished on the node that has found this.
+    """
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    reason: str
+    resting: bool = False
+    step: int = 0
 
     @property
     def key(self) -> str:
-        """The reason without who waits: equal for the same finding at another time."""
+        """The reason without the ranks that wait. Equal keys are the same finding, possibly at another time."""
         return _WAITING.sub("", self.reason)
 
 
 def doing(stack: Sequence[str]) -> tuple[str, str]:
-    """What a main thread does (`Position.doing`), by its `stack`, innermost line first, and its place in the script."""
+    """What a main thread does (see `Position.doing`), and its place in the script. `stack`: innermost line first."""
     frames = [found for line in stack if (found := _FRAME.match(line))]
     files = [frame["file"] for frame in frames]
     own = next((number for number, file in enumerate(files) if not _LIBRARY.search(file)), len(files))
@@ -98,10 +126,12 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
         return "", ""
     frame = frames[own if own < len(frames) else 0]
     place = f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
-    # While it compiles, a function may look like the one that it calls: DDP's forward, a tensor's backward.
+    # The compiler first: while a function is compiled, the stack may also have the function that called it, such as
+    # DDP's forward or a tensor's backward.
     if any(_COMPILER.search(file) for file in files[:own]):
         return "compile", place
-    for file in files[:own]:  # The functions that the script's innermost one has called.
+    # Only frames of libraries that the script's innermost function has called, innermost first.
+    for file in files[:own]:
         for kind, pattern in _KINDS:
             if pattern.search(file):
                 return kind, place
@@ -117,22 +147,29 @@ def find(
     again: bool = False,
     alone: bool = False,
 ) -> Culprit | None:
-    """The finding from all positions; None if no rank waits, or too many are late.
+    """Find the ranks for which the others wait. Returns None if no rank waits, or if too many are late to single one
+    out.
+
+    The idea: a rank that waits in a collective is a victim, so the ranks that do not wait are to blame. If all wait, in
+    this order of certainty: a node that does not answer, a link that acknowledges nothing, a rank whose flight recorder
+    is behind, a rank in another collective than most.
 
     Args:
-        by_node: the positions of each node's ranks; none for a node whose steps do not stand so far.
-        silent: nodes that have not answered, with another node that each of them answers; "": none is known.
-        names: nodes by their addresses.
-        own: the node that has asked.
-        again: it will ask once more. Until then only ranks that do something else than train are found, and only when
-            all nodes have told of theirs: what is known of collectives may still be from before.
-        alone: the run has one worker. Nobody waits for it, so it is named where a step is expected of it, unless it
-            compiles.
+        by_node: the positions of each node's ranks; empty for a node whose steps do not stand still so far.
+        silent: the nodes that have not answered `own`, each with another node that reaches it; "" if none is known to.
+        names: the nodes by their addresses.
+        own: the node that has asked the others.
+        again: whether `own` will ask once more. What the positions tell of collectives may still be from before the
+            stand, so until then only ranks that do something else than train are blamed, and only if all nodes have
+            told their positions.
+        alone: whether the run has a single worker. Nobody waits for it, so it is blamed if a step is expected of it,
+            unless it compiles.
     """
     if again and (silent or not all(by_node.values())):
         return None
     all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
     most = max((each.begun for each in all_ranks), default=0)
+    # A stopped or ended process cannot go on, wherever its stack is.
     halted = [each for each in all_ranks if each.state in ("T", "t", "Z")]
     if halted:
         return _culprit(halted, all_ranks, most)
@@ -154,9 +191,12 @@ def find(
 
 
 def unagreed(silent: Sequence[str], failed: Sequence[str], why: str) -> Culprit:
-    """The finding where no other group can be agreed, for the reason `why`, after a loss.
+    """The finding after a loss when the nodes cannot agree on another generation.
 
-    `silent`: nodes that do not answer; `failed`: what is known of workers that have ended.
+    Args:
+        silent: the nodes that do not answer.
+        failed: the summaries of the failures of workers, as far as they are known.
+        why: why no generation can be agreed, in words.
     """
     lost = [_do_not_answer(silent)] if silent else []
     reason = f"{'; '.join([*failed[:RANKS_MAX], *lost])}, and no other group can be agreed: {why}"
@@ -168,12 +208,16 @@ def _do_not_answer(nodes: Sequence[str]) -> str:
 
 
 def _rests(position: Position) -> bool:
-    """Whether a rank is in `loop.pause`, or between two epochs."""
+    """Whether a rank is in `loop.pause` or between two epochs, and in no library that explains its wait."""
     return not position.stepping and position.doing in ("code", "")
 
 
 def _waits(position: Position, most: int) -> bool:
-    """Whether a rank waits for others. In backward it does if no rank has begun more collectives than it: `most`."""
+    """Whether a rank waits for others. `most`: the most collectives that any rank has begun.
+
+    In backward, DDP begins an all-reduce for each bucket of gradients. A rank that has begun fewer than another one
+    still computes gradients. A rank that has begun as many as any has given up its gradients, and waits for their sum.
+    """
     if position.doing == "collective":
         return True
     return position.doing == "gradients" and position.begun >= most
@@ -193,7 +237,7 @@ def _culprit(blamed: list[Position], all_ranks: list[Position], most: int) -> Cu
 
 
 def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Culprit:
-    """Nodes do not answer `own`. Where each answers another node, the links are to blame."""
+    """The finding when nodes do not answer `own`. If another node reaches each of them, the links are to blame."""
     lost = [node for node, witness in silent.items() if not witness]
     if lost:
         return Culprit((), tuple(lost), f"{_do_not_answer(lost)}, and {_waiting(waiting, '')}")
@@ -208,7 +252,7 @@ def _link(ends: Sequence[str]) -> str:
 
 
 def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:
-    """All wait, and some data is not acknowledged: the link is to blame, and no rank."""
+    """The finding when all ranks wait and a peer does not acknowledge data: a link is to blame, and no rank."""
     ends = {
         (each.node, names.get(address, address)): each.rank
         for each in sorted(all_ranks, key=lambda one: one.rank, reverse=True)
@@ -225,8 +269,11 @@ def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | 
 
 
 def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
-    """All wait, in different collectives by torch's flight recorder: to blame are the ranks that have not begun the
-    others' collective, else those that have begun another one than most under the same number."""
+    """The finding when all ranks wait, but in different collectives by torch's flight recorder; None if it shows none.
+
+    To blame are the ranks that have not begun the collective in which the others wait. If there are none, the ranks are
+    to blame that have begun another operation than most under the same number.
+    """
     flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each in all_ranks}
     for group in sorted({name for mine in flights.values() for name in mine}):
         known = {rank: mine[group] for rank, mine in flights.items() if group in mine}
@@ -238,7 +285,9 @@ def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
         late = [rank for rank, flight in known.items() if flight.begun < first]
         other = [rank for rank, flight in waiting.items() if flight.awaits == first and flight.what != usual]
         if not late and len(waiting) == 2 * len(other):
-            continue  # One against one: the place in the script decides.
+            # One rank against one: the flight recorder does not tell which of them is wrong. `_odd_one_out` decides, by
+            # the places in the script.
+            continue
         blamed = [each for each in all_ranks if each.rank in (late or other)]
         if _are_few(blamed, all_ranks):
             number = f"number {first} of {group}"
@@ -248,7 +297,11 @@ def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
 
 
 def _odd_one_out(all_ranks: list[Position]) -> Culprit:
-    """All wait: to blame are those in another collective than most; of two, the one that has begun fewer."""
+    """The finding when all ranks wait: to blame are the ranks in another collective than most.
+
+    Of groups of the same size, one that has called a collective by itself is to blame before one in backward, and then
+    the one that has begun the fewest collectives.
+    """
     groups: dict[tuple[str, str, int], list[Position]] = {}
     for each in all_ranks:
         groups.setdefault((each.doing, each.place, each.begun), []).append(each)
@@ -271,15 +324,15 @@ def _names(blamed: list[Position]) -> list[str]:
 
 
 def _waiting(waiting: list[Position], what: str) -> str:
-    """Which ranks wait (for `what`), and where."""
+    """Which ranks wait, and where, in words. `what` is put after the verb."""
     first = waiting[0]
     who = f"rank {first.rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
     return f"{who}{what} in a collective{f' at {first.place}' if first.place else ''}"
 
 
 def _what(position: Position) -> str:
-    """What a rank does, in words that follow its name. Not since when: a sentence says once how long the wait is."""
-    # D alone says little: the stack, if there is one, tells which file or lock it is.
+    """What a rank does, in words that follow its name. For how long is said once, by the sentence around them."""
+    # "D" alone says little. The place in the script, if it is known, says more: it tells which file or lock it is.
     if position.state in STATES and (position.state != "D" or not position.place):
         return STATES[position.state]
     at = f": {position.place}" if position.place else ""

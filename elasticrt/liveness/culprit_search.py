@@ -1,7 +1,8 @@
-"""For which ranks the others of a generation wait, and which node is slower than the others.
+"""Searches for the ranks for which the others of a generation wait, and for a node that is slower than the others.
 
-While steps stand still each agent takes the stacks of its workers. That of rank 0 asks the others where theirs are, and
-all hear from it what it has found: see `culprit`.
+While steps stand still, each agent takes the stacks of its workers. The agent on rank 0's node then asks the other
+agents for their workers' positions, and finds the culprit (`liveness.culprit`). The other agents ask that agent for its
+finding.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from elasticrt.liveness.watched_workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
 
-# Identifies, among stands, the wait for another group.
+# A `Stand.step` for a wait that is no stand of steps: after a loss, no other generation can be agreed.
 UNAGREED = -1
 
 
 class CulpritSearch:
-    """What this node knows of who holds the training up. Times are seconds of the monotonic clock.
+    """One node's part of the search. Times are seconds of the monotonic clock.
+
+    Args:
+        workers: the node's workers.
+        steps: reads their steps.
 
     Attributes:
-        positions: of this node's workers, while their steps stand still.
-        said: what other agents hear about the workers. Any thread may read it.
+        positions: the positions of this node's workers, while their steps stand still.
+        said: what this agent answers when others ask about its workers: positions, waits and findings, as JSON values.
+            Any thread may read it.
     """
 
     def __init__(self, workers: WatchedWorkers, steps: StepWatch) -> None:
@@ -44,32 +50,45 @@ class CulpritSearch:
         self.began()
 
     def began(self) -> None:
-        """Workers are being started, or get new seats."""
+        """Begin anew, because workers are being started or get new seats."""
         self.positions: tuple[Position, ...] = ()
         self._stand = Stand()
         self.said: Mapping[str, object] = {}
-        self._comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0  # Of the nodes' own work.
-        self._culprit: Culprit | None = None  # The finding about the present stand.
-        self._blamed: dict[str, float] = {}  # When each finding was reported last.
-        self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
-        # Since when a loss is known after which no other group can be agreed, and why not; "": it can.
+        # The comparison of the nodes' own work, when to ask for the next one, and when to renew `said`.
+        self._comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        # The finding about the present stand.
+        self._culprit: Culprit | None = None
+        # When each finding was printed last, by its key.
+        self._blamed: dict[str, float] = {}
+        # The step, the look and the key of the last finding that was written as an event.
+        self._written = 0, 0, ""
+        # Since when a loss is known after which no other generation can be agreed, and why not; "" if one can.
         self._unagreed = 0.0, ""
-        self._last_at = 0.0  # When the newest step had ended, at the last closer look for one.
-        self._told_of: int | None = None  # The step after which none came, as people were told.
-        self._stood_since = 0.0  # Since when, as they were told first.
+        # When the newest step had ended, as of the last closer look.
+        self._last_at = 0.0
+        # The step after which no other one came, if that was printed, and when that step had ended.
+        self._told_of: int | None = None
+        self._stood_since = 0.0
 
     def wake_at(self) -> Sequence[float]:
-        """When to ask other nodes."""
+        """The times at which to ask other nodes."""
         return self._stand.asks
 
     @property
     def reason(self) -> str:
-        """Whom the others wait for, and what it does; "": that is not known."""
+        """For which rank the others wait, and what it does, in words; "" if that is unknown."""
         return self._culprit.reason if self._culprit is not None else ""
 
     def look_closer(self, now: float, *, ask_s: Iterable[float]) -> bool:
-        """If there has been no step for long at `now`, take the workers' stacks for `placed`; `ask_s` later it is time
-        to ask other nodes, each time. Returns whether there is a step again."""
+        """Take the workers' stacks if no step has been made for too long at `now`. They arrive at `placed`.
+
+        The bound is several times the usual step, and at least CLOSER_S (before the first step FIRST_STEP_S). It
+        doubles with each look at the same stand.
+
+        `ask_s`: the seconds from a look to each question to other nodes.
+
+        Returns whether steps are made again after a stand.
+        """
         pages, generation = self._workers.look(), self._workers.state().number
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
@@ -77,14 +96,17 @@ class CulpritSearch:
         step = sum(map(step_of, pages))
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
         bound_s = max(STANDING_FACTOR * self._steps.usual_s, CLOSER_S if made else FIRST_STEP_S)
+        # With a short --hang-timeout the look comes no later than the warning about a stall.
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
         before = self._stand
         self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._culprit = (), None
-            if step > before.step:  # It falls when a worker ends.
-                # Optimizers tell of their part of a step before it ends, and a stand between two steps ends with none.
+            # The sum of all steps falls when a worker ends. That is no progress.
+            if step > before.step:
+                # Without a Loop, optimizers count their part of a step before the step has ended. So the newest count
+                # may be older than the stand that it ends, and then the stand has lasted until now.
                 self._goes_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
         self._last_at = max(at)
         if self._stand.times > before.times:
@@ -92,8 +114,14 @@ class CulpritSearch:
         return before.times > 0 and before.step != step
 
     def look_for_agreement(self, now: float, failed_at: float, why: str, *, ask_s: Iterable[float]) -> None:
-        """Workers here have failed at `failed_at`, or lost their group. While no other one can be agreed (`why`; "": it
-        can), it is time to ask other nodes who is lost, each `ask_s` after a look."""
+        """After a loss, plan questions to other nodes about what was lost, if the nodes cannot agree on a generation.
+
+        Args:
+            now: seconds of the monotonic clock.
+            failed_at: when workers of this node have failed, or have lost their group.
+            why: why no other generation can be agreed; "" if one can.
+            ask_s: the seconds from a look to each question to other nodes.
+        """
         if not why:
             self._unagreed = failed_at, why
             return
@@ -103,19 +131,23 @@ class CulpritSearch:
         self._stand = self._stand.looked(UNAGREED, failed_at, now, CLOSER_S, ask_s)
 
     def _goes_on(self, generation: int, stood_s: float) -> None:
-        """Tell that there are steps again, after `stood_s` seconds, if it was told that there were none."""
+        """Say that steps are made again after `stood_s` seconds, if the stand was reported."""
         if self._told_of is not None:
             self._workers.event_log.write(events.GoesOn(generation, self._told_of))
             self._workers.say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
         self._told_of = None
 
     def told(self, step: int) -> None:
-        """Note that people were told that there is none after `step`."""
+        """Note that a stand after `step` was reported."""
+        # A later report about the same stand does not change since when the steps stand.
         self._stood_since = self._last_at if self._told_of is None else self._stood_since
         self._told_of = step
 
     def placed(self, stacks: Stacks) -> None:
-        """Note the positions of the workers from the `stacks` of `look_closer`, unless the steps go on again."""
+        """Note the positions of the workers from the `stacks` that `look_closer` has taken.
+
+        They are dropped if steps are made again, or if another generation has begun.
+        """
         state = self._workers.state()
         if not self._stand.times or not state.running or stacks.generation != state.number:
             return
@@ -140,8 +172,11 @@ class CulpritSearch:
         self._waits_at = 0.0
 
     def is_to_ask(self, now: float, *, first: bool) -> bool:
-        """Whether to ask other nodes about their workers `now`: after each closer look at this node's workers, and on
-        the node of rank 0, the `first`, every COMPARE_S while steps are made."""
+        """Whether to ask other nodes about their workers at `now`.
+
+        It is time some seconds after each closer look, and on the node of rank 0 (`first`) also every COMPARE_S, to
+        compare the nodes' own work.
+        """
         if first and now >= self._compare_at and self._steps.pace.recent:
             self._compare_at = now + COMPARE_S
             return True
@@ -149,13 +184,14 @@ class CulpritSearch:
         return before != self._stand and bool(self.positions or self._unagreed[1])
 
     def look_at_waits(self, now: float) -> None:
-        """Renew `said`, if it is time `now`."""
+        """Renew `said`, if that is due at `now`."""
         if now < self._waits_at:
             return
         self._waits_at = now + LOOK_IDLE_S
         state = self._workers.state()
         by_rank = dict(zip((state.ranks[each] for each in sorted(state.seated)), self._workers.look(), strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
+        # A worker may write its collectives a moment after its stack. So the positions are completed with each look.
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
         found: dict[str, object] = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
@@ -164,7 +200,8 @@ class CulpritSearch:
         self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
-        """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
+        """Report when a node turns out to be slow, and when it no longer is. `others`: other agents' answers, by
+        node."""
         own = self._workers.settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._steps.pace.step
@@ -187,13 +224,16 @@ class CulpritSearch:
         *,
         last: bool = False,
     ) -> None:
-        """Report at `now` for which ranks the others wait, unless they are in a pause that is hardly longer than usual.
+        """Find the ranks for which the others wait, and report them.
+
+        Ranks in a pause are not reported while the pause is hardly longer than usual.
 
         Args:
-            nodes: the addresses of the generation's nodes, as far as they were asked, and this one's.
+            now: seconds of the monotonic clock.
+            nodes: the address of each node that was asked, and of this node, by name.
             others: the other agents' answers, by node.
-            reached: of those that have not answered, by which other node each is reached.
-            last: whether another question would tell no more.
+            reached: the nodes that have not answered, each with another node that reaches it.
+            last: whether another question would bring nothing new.
         """
         own, why = self._workers.settings.node, self._unagreed[1]
         if why:
@@ -210,7 +250,8 @@ class CulpritSearch:
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
         alone = len(nodes) == self._workers.settings.workers == 1
         if alone and not (self._steps.looped and (self._steps.pace.first or self._stand.times > 1)):
-            # A script without a Loop may evaluate between two steps, and a first step may take long.
+            # A single worker waits for nobody, so its slowness has no other witness. A script without a Loop may
+            # evaluate between two steps, and a first step may take long: no step is expected of it then.
             by_node[own] = [replace(each, stepping=False) for each in self.positions]
         culprit = find(by_node, silent, names, own, again=bool(self._stand.asks) and not last, alone=alone)
         pause_s = STANDING_FACTOR * statistics.median_low(self._steps.pauses_s) if self._steps.pauses_s else math.inf
@@ -219,7 +260,10 @@ class CulpritSearch:
             self._tell(now, replace(culprit, step=min(each.step for each in self.positions)))
 
     def hear(self, now: float, answer: Mapping[str, object]) -> None:
-        """Report at `now` what the node of rank 0 has found, by its `answer` or the leader's, if steps stand still."""
+        """Report at `now` the finding of rank 0's node, as it or the leader has told it in `answer`.
+
+        Nothing is reported unless the steps of this node's workers stand still too.
+        """
         found = answer.get("culprit")
         if not (self.positions or self._unagreed[1]) or not isinstance(found, dict):
             return
@@ -233,7 +277,8 @@ class CulpritSearch:
         age_s, step = now - self._last_at, culprit.step
         self.told(step)
         found = step, self._stand.times, culprit.key
-        if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
+        # Questions for `compare` bring the same finding again. Its event is written once for each closer look.
+        if found != self._written:
             self._written = found
             (failed_at, why), number = self._unagreed, self._workers.state().number
             unagreed_s = round(now - failed_at, 1) if why else 0.0
@@ -246,7 +291,7 @@ class CulpritSearch:
 
 
 def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, Waits]]:
-    """The waits in agents' answers, by rank. Anything malformed is left out."""
+    """The waits for gradients in agents' answers, by rank. Anything malformed is left out."""
     for node, fields in by_node.items():
         said = fields.get("waits")
         for each in said if isinstance(said, list) else ():

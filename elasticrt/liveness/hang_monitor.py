@@ -1,14 +1,15 @@
 """Notices workers that do not make progress.
 
-A worker that a signal has stopped is ended soon (`stopped`). In the other cases the workers' stacks are taken first
-(`Stacks.why`):
+A worker that a signal has stopped is ended soon (`stopped`). In all other cases the agent first takes the workers'
+stacks, for one of these reasons (`Stacks.why`):
 
 * "closer": no step for longer than usual. The stacks tell for which rank the others wait, see `culprit_search`.
-* "stalled": no step for much longer. First a warning, then a failure.
+* "stalled": no step for much longer. The first finding is a warning, the second one a failure.
 * "late": workers have not taken their new seats.
-* "paused": no step was expected for `--hang-timeout`: `loop.pause`, a save, code between two epochs. Only reported.
-* "waited_for": workers run on after others have ended. One rank may save or evaluate alone, so it is a failure only
-  when their sessions use next to no processor time for `--hang-timeout`.
+* "paused": no step was expected for `--hang-timeout`: `loop.pause`, a save, code between two epochs. This is reported,
+  and has no other consequence.
+* "waited_for": workers run on after others have ended. One rank may rightly save or evaluate alone, so this is a
+  failure only if the sessions of these workers use next to no processor time for `--hang-timeout`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from elasticrt.workers.failures import stalled
 
 
 class HangMonitor:
-    """Watches the workers of one node. Used by the agent's thread. Times are seconds of the monotonic clock.
+    """Watches the workers of one node. Only the agent's main thread uses it. Times are seconds of the monotonic clock.
 
     Attributes:
-        steps: their steps.
-        search: who holds them up.
+        steps: reads the workers' steps from their status pages.
+        search: finds the ranks for which the others wait.
     """
 
     def __init__(self, workers: WatchedWorkers) -> None:
@@ -45,14 +46,18 @@ class HangMonitor:
         self.began(0.0)
 
     def began(self, now: float) -> None:
-        """Workers are being started, or get new seats, at `now`."""
+        """Begin anew, because workers are being started or get new seats at `now`."""
         self.steps.began(now)
         self.search.began()
-        self._asked = (0, 0.0)  # The step and the part of the limit for which stacks were taken last.
-        self._told_pause: float | None = None  # The begin of the pause that has been reported.
+        # The step and the part of the limit for which stacks were taken last.
+        self._asked = (0, 0.0)
+        # The begin of the pause that has been reported.
+        self._told_pause: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
-        self._used = now, math.inf  # When it was asked last whether late workers work; their processor time then.
+        # When `work` was called last, and the processor time that the late workers had used by then. The infinity makes
+        # the first answer False.
+        self._used = now, math.inf
 
     def wake_at(self) -> list[float]:
         """The times at which to look again."""
@@ -60,35 +65,44 @@ class HangMonitor:
         return [at for at in times if at is not None]
 
     def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
-        """Those of the workers `pids` that a signal has stopped for so long that they will not go on by themselves."""
+        """Return those of the worker processes `pids` that a signal has stopped for at least STOPPED_S.
+
+        Without --hang-timeout, and between two looks, there are none.
+        """
         if not self._hang_s or now - self._stopped.looked_at < LOOK_S:
             return frozenset()
-        # A process under a debugger ("t") is not meant. `began` leaves this as it is: a worker may get another seat
-        # while it is stopped.
+        # A process in a debugger is in state "t" and is left alone. `began` does not reset `_stopped`, because a worker
+        # may get another seat while it is stopped.
         self._stopped = self._stopped.looked([pid for pid in pids if self._workers.state_of(pid) == "T"], now)
         self._stopped_look_at = now + LOOK_S if pids else None
         return self._stopped.over(now)
 
     def work(self, now: float, pids: Collection[int], age_s: float) -> bool:
-        """Whether the workers `pids`, which have been late for `age_s`, have used processor time since the question
-        before. None has at the first question, nor after --hang-timeout."""
+        """Whether the workers `pids`, which have been late for `age_s`, have used processor time since the last call.
+
+        False at the first call, and when the workers have been late for --hang-timeout.
+        """
         (at, before_s), self._used = self._used, (now, self._workers.cpu_s(pids))
         too_long = 0 < self._hang_s <= age_s
         return bool(pids) and not too_long and self._used[1] - before_s >= IDLE_SHARE * (now - at)
 
     def stood(self, now: float) -> events.Stalled:
-        """The event about workers that a signal has stopped, as of `now`."""
+        """The event `stalled` about workers that a signal has stopped, as of `now`."""
         age_s = round(now - self.steps.pace.since, 1) if self.steps.pace.step else 0.0
         return events.Stalled(self._workers.state().number, self.steps.pace.step, age_s, True, {})
 
     def ask_if_stalled(self, now: float) -> None:
-        """Take stacks at `now` after half of the limit of a stall, after all of it, and in a pause of that length."""
+        """Take stacks at `now` if the steps have stood still for half of the limit of a stall, or for all of it.
+
+        In a pause, take stacks once it has lasted for --hang-timeout.
+        """
         generation, pace, paused_since = self._workers.state().number, self.steps.pace, self.steps.paused_since
         paused_s = now - paused_since if paused_since is not None else 0.0
         if 0 < self._hang_s <= paused_s and self._told_pause != paused_since:
             self._told_pause = paused_since
             self._workers.ask(Stacks("paused", generation, pace.step, paused_s, False))
             return
+        # The whole limit first: if both parts are exceeded at once, the failure replaces the warning.
         for part in (1.0, WARN_PART):
             age_s = pace.stalled_s(now, part=part) if self.steps.looped else None
             if age_s is not None and self._asked < (pace.step, part):
@@ -97,7 +111,13 @@ class HangMonitor:
                 return
 
     def ask_if_waited_for(self, now: float, ended: Sequence[str], left: Mapping[int, int]) -> None:
-        """Look at `now` at the workers that run on after those that `ended` names: `left` are pids by local rank."""
+        """Look at `now` at workers that run on after others have ended.
+
+        Args:
+            now: seconds of the monotonic clock.
+            ended: descriptions of the workers that have ended; empty if none has.
+            left: the process ids of the workers that run on, by local rank.
+        """
         if not ended or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
@@ -112,9 +132,10 @@ class HangMonitor:
                 self._workers.ask(Stacks("waited_for", self._workers.state().number, 0, age_s, over, ended=who), left)
 
     def report(self, stacks: Stacks) -> Failure | None:
-        """Report `stacks`. Returns the failure, if they are final."""
+        """Report `stacks`. Returns the failure of the workers if `stacks` are final, else None."""
+        # The steps go on again, or the workers have ended meanwhile.
         if (stacks.why == "stalled" and stacks.step != self.steps.pace.step) or not stacks.lines:
-            return None  # The steps go on again, or the workers have ended meanwhile.
+            return None
         node, generation, ranks = self._workers.settings.node, stacks.generation, self._workers.state().ranks
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
@@ -157,6 +178,6 @@ class HangMonitor:
 
 
 def where(lines: Sequence[str]) -> str:
-    """The innermost place in the `lines` of a stack; the first lines if there is none."""
+    """The innermost frame in the `lines` of a stack; the first two lines if there is no frame."""
     places = [line.strip() for line in lines if line.startswith("  File ")]
     return places[0] if places else "; ".join(lines[:2])

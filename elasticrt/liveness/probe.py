@@ -1,6 +1,7 @@
-"""Answers the probes of other agents. `prober` asks, and defines what answers mean.
+"""Answers the probes of other agents. `liveness.prober` asks, and defines what the answers mean.
 
-A question may be about a third agent. This one then probes it once, if it knows its seat, and passes the result on.
+A question may be about a third agent. The asked agent then probes the third one once, if it knows the seat, and passes
+the result on.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from elasticrt.workers.store_ports import listen
 
 log = logging.getLogger(__name__)
 
-# After this time the answer comes too late.
+# After this time the asking agent has given up, so an answer is useless.
 QUESTION_S = PROBE_STEPS * PROBE_STEP_S
-# The number of seats that are probed at a time for other agents.
+# The maximum of seats that are probed at a time for other agents.
 CHECKS_MAX = 4
 
 NONCE_MAX = 64
@@ -27,15 +28,23 @@ CONNECTIONS_MAX = 128
 
 
 class ProbeServer(RequestServer):
-    """Answers probes at a free `port` of `address`, from `start` until `close`, on the thread of the agent's `prober`.
+    """Answers probes from `start` until `close`, on the thread of the agent's `prober`.
 
-    The port is bound at once, because the agent announces it before `start`. Questions that come before that wait.
+    The port is bound at once, because the agent announces it before `start`. Questions that come earlier wait in the
+    kernel's backlog.
 
     Args:
-        prober: closed later than this.
-        state: gives (incarnation, generation), from any thread.
-        seats: the agents it may be asked about. It never connects to an address that came with a question.
-        workers: the positions and the waits of its workers, as JSON values.
+        prober: the agent's prober. Close it after this server.
+        address: the IP address of this machine at which to listen, on a free port.
+        run_id: the run's name.
+        state: returns the agent's incarnation and the generation that it has started last. Called on the prober's
+            thread.
+        seats: returns the seats about which this agent may be asked. The server never connects to an address that came
+            with a question.
+        workers: returns the positions and the waits of the agent's workers, as JSON values.
+
+    Attributes:
+        port: the port at which the server listens.
 
     Raises ConfigError when the address is not this machine's.
     """
@@ -56,7 +65,8 @@ class ProbeServer(RequestServer):
         self._state = state
         self._seats = seats
         self._workers = workers
-        self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}  # By incarnation: who asks.
+        # By the incarnation that is being probed: the clients that wait for the result, with their answers so far.
+        self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}
         super().__init__(
             prober.thread,
             listener,
@@ -68,7 +78,7 @@ class ProbeServer(RequestServer):
         )
 
     def _question(self, client: Client, line: bytes) -> None:
-        """Answer a question, now or when its answer is known. Anything else gets no answer."""
+        """Answer a question, at once or when the third agent has answered. Other bytes get no answer."""
         question = fields_in(line) or {}
         nonce = question.get("nonce")
         if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
@@ -83,7 +93,7 @@ class ProbeServer(RequestServer):
             self._say(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
 
     def _check(self, client: Client, answer: dict[str, object], about: object) -> None:
-        """Probe the incarnation `about`, once for all clients that ask meanwhile."""
+        """Probe the agent with the incarnation `about`, once for all clients that ask about it meanwhile."""
         seat = next((seat for seat in self._seats() if seat.incarnation == about), None)
         waiting = self._checks.get(seat.incarnation) if seat is not None else None
         if waiting is not None:

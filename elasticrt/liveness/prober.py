@@ -1,14 +1,15 @@
-"""Probes other agents, many at once, from one thread. `probe` answers.
+"""Probes other agents, many at once, from one thread. `liveness.probe` answers.
 
 A question is a line of JSON over TCP with a nonce. The answer repeats the nonce, and has the agent's incarnation and
 the generation of its workers. An agent is
 
 * "alive" when the right answer comes;
-* "dead" when the connection is refused or reset, or another incarnation answers: the process has ended;
-* "silent" otherwise, also when it only accepts: the kernel accepts for a stopped process. That is no proof of death.
+* "dead" when the connection is refused or reset, or another incarnation answers: the agent's process has ended;
+* "silent" otherwise, also if it only accepts the connection: the kernel accepts for a stopped process too. Silence is
+  no proof of death.
 
-A silent agent is asked about as well (SWIM's indirect probe, Das et al. 2002): two agents that both hear nothing may
-decide sooner than one.
+If an agent stays silent, the prober also asks witnesses about it (SWIM's indirect probe, Das et al. 2002): two agents
+that both hear nothing may decide sooner than one.
 """
 
 from __future__ import annotations
@@ -31,47 +32,56 @@ from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
 from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS, WORKERS_STEPS
 from elasticrt.rendezvous.records import Seat
 
-# Open connections at most. An agent's usual limit of open files is 1,024.
+# The maximum of open connections. The usual limit of open files of a process is 1,024.
 OPEN_AT_ONCE = 256
-# The number of agents that are asked about a seat that has not answered within a step.
+# The number of agents that are asked about a seat that has not answered its first try.
 WITNESSES = 2
 LINE_MAX_BYTES = 512
-# An answer with the positions of workers has up to a kilobyte for each.
+# An answer with the positions of workers has up to a kilobyte for each worker.
 ANSWER_MAX_BYTES = 1 << 16
 
 Answer = Literal["alive", "dead", "silent"]
 _Said = tuple[Answer, dict[str, Any]]
-# Takes a seat, its answer, and when the question was put, in seconds of the monotonic clock.
+# Takes a seat, the answer of its agent, and when the question was put, in seconds of the monotonic clock.
 Sink = Callable[[Seat, Answer, float], None]
-# Takes a seat, its answer, and the answer's fields.
+# Takes a seat, the answer of its agent, and the answer's fields.
 Done = Callable[[Seat, Answer, dict[str, Any]], None]
-# The agents that may be asked about a seat: those that know it, without the one that asks.
+# Returns the agents that may be asked about a seat: other agents that know the seat.
 Witnesses = Callable[[Seat], Sequence[Seat]]
 
 
 def no_witnesses(_: Seat) -> Sequence[Seat]:
-    """No witnesses: one agent decides alone."""
+    """Return no witnesses: the agent that asks decides alone."""
     return ()
 
 
 def new_question(about: str = "", *, workers: bool = False) -> tuple[str, bytes]:
-    """A nonce and the line that asks with it: `about` another incarnation, or for the positions of `workers`."""
+    """A new nonce, and the line of a question with it.
+
+    Args:
+        about: the incarnation of a third agent, about which the witness is asked; "": the asked agent itself.
+        workers: whether to ask for the positions of the agent's workers.
+    """
     nonce = secrets.token_hex(8)
     more = {"about": about} if about else {"workers": True} if workers else {}
     return nonce, json.dumps({"nonce": nonce, **more}).encode() + b"\n"
 
 
 def fields_in(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in `line`; None for any other bytes. It never raises: any process can connect."""
+    """The JSON object in `line`; None for any other bytes.
+
+    This function never raises: any process can connect and send any bytes.
+    """
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):  # Brackets may be a thousand deep.
+    # A RecursionError ends the parsing of brackets that are nested a thousand deep.
+    except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
 
 
 def ask(address: str, port: int, incarnation: str) -> Answer:
-    """Ask the agent at `address` and `port` whether it is `incarnation`, and wait for the answer, about 1.5 s."""
+    """Ask the agent at `address` and `port` whether it is `incarnation`, and wait for the answer, for about 1.5 s."""
     seat = Seat(
         node="asked", incarnation=incarnation, index=0, rank_offset=0, workers=1, address=address, probe_port=port
     )
@@ -80,7 +90,8 @@ def ask(address: str, port: int, incarnation: str) -> Answer:
     try:
         prober.ask([seat])
         return answers.get(timeout=2 * PROBE_STEPS * PROBE_STEP_S)
-    except queue.Empty:  # This machine is too busy.
+    # The prober answers after half of this time at the latest, unless this machine is too busy to run its thread.
+    except queue.Empty:
         return "silent"
     finally:
         prober.close()
@@ -88,26 +99,30 @@ def ask(address: str, port: int, incarnation: str) -> Answer:
 
 @dataclass(eq=False)
 class _Question:
-    """A question to one seat: `steps` tries, one every PROBE_STEP_S, until one of them is answered."""
+    """A question to one seat: up to `steps` tries, one every PROBE_STEP_S, until a try is answered."""
 
     seat: Seat
     done: Done
     steps: int
     witnesses: Witnesses = no_witnesses
+    # Whether the question is for the positions of workers.
     workers: bool = False
-    # `once`: it is dropped if its seat is being asked already; `gathered`: its answer may wait for others.
+    # Whether to drop this question if its seat is being asked already.
     once: bool = False
+    # Whether the answer of this question belongs to a group whose good news may wait for the last answer.
     gathered: bool = False
-    made: int = 0  # The number of tries so far, `open`: those under way.
+    # The number of tries so far, and those that are under way.
+    made: int = 0
     open: list[_Try] = field(default_factory=list)
-    # `agreed`: a witness hears nothing either; `reached_by`: the node of one that does hear the seat.
+    # Whether a witness hears nothing either.
     agreed: bool = False
+    # The node of a witness that does hear the seat; "" without one.
     reached_by: str = ""
 
 
 @dataclass(eq=False)
 class _Try:
-    """One connection to `seat`: the question's, or a witness."""
+    """One connection, to the question's own seat or to a witness. `talk`: the generator that talks over it."""
 
     question: _Question
     seat: Seat
@@ -116,16 +131,18 @@ class _Try:
 
 
 def _talk(connection: socket.socket, address: Any, seat: Seat, nonce: str, text: bytes) -> Generator[int, None, _Said]:
-    """Put a question to `seat`, without waiting: yields whether to go on when one can write or read, returns what came.
+    """Put a question to `seat` without blocking. Yields WRITE or READ, and goes on when the connection is ready for it.
 
-    An answer that comes late, not at all, or from somebody else counts as silence.
+    Returns the answer and its fields. An answer that comes late, not at all, or without the nonce counts as silence.
     """
     received = b""
     try:
         with contextlib.suppress(BlockingIOError):
             connection.connect(address)
         yield WRITE
-        connection.send(text)  # It has room for a line. Raises what `connect` would have.
+        # The send buffer of a new connection has room for a line. `send` raises the error with which a non-blocking
+        # `connect` has failed.
+        connection.send(text)
         while not received.endswith(b"\n"):
             yield READ
             piece = connection.recv(LINE_MAX_BYTES)
@@ -143,30 +160,42 @@ def _talk(connection: socket.socket, address: Any, seat: Seat, nonce: str, text:
 
 
 class Prober:
-    """Asks seats in the background. Calls `sink` on its thread. All methods but `check` may be called from any thread.
+    """Asks the agents of seats in the background. All methods but `check` may be called from any thread.
 
-    It is one thread with a selector, because after the loss of one of a thousand nodes all others are asked before
-    anything else can happen. Threads that take turns need three times as long.
+    One thread with a selector does all the work. After the loss of one of a thousand nodes, the leader asks all others
+    before anything else can happen, and a pool of threads takes three times as long for that.
+
+    Args:
+        sink: takes the answers of `ask`, on the prober's thread.
+
+    Attributes:
+        thread: the prober's thread. The agent's `ProbeServer` answers there too.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._kept: list[tuple[Seat, Answer, float]] = []  # Answers that wait for others, for `sink`.
-        self._asking: set[str] = set()  # Incarnations that are asked `once`, until the answer was passed on.
-        self._questions: set[_Question] = set()  # Those without an answer.
-        self._waiting: deque[_Question] = deque()  # Those of them that wait for a connection.
+        # Answers for `sink` that wait for the answers of other seats.
+        self._kept: list[tuple[Seat, Answer, float]] = []
+        # Incarnations that are asked `once`, until their answer is passed on.
+        self._asking: set[str] = set()
+        # Questions without an answer, and those of them that wait for a free connection.
+        self._questions: set[_Question] = set()
+        self._waiting: deque[_Question] = deque()
         self._open: set[_Try] = set()
-        # Where it works. The agent's `ProbeServer` answers there.
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
     def ask(self, seats: Iterable[Seat], witnesses: Witnesses = no_witnesses) -> None:
-        """Ask those of `seats` that are not being asked already whether they live, and their `witnesses` about them."""
+        """Ask whether the agents of `seats` live. The answers go to the prober's `sink`.
+
+        A seat that is being asked already is not asked again. `witnesses` are asked about a seat that stays silent.
+        """
         asked_at = time.monotonic()
 
         def done(seat: Seat, answer: Answer, _: dict[str, Any]) -> None:
             self._kept.append((seat, answer, asked_at))
-            # While an answer is missing, no decision can follow from the news that others are alive. So these wait for
-            # the last answer: one of a thousand nodes may be the lost one.
+            # "alive" is kept until the last answer has come: while an answer is missing, nothing can be decided from
+            # the news that other agents live, and the missing one may be the lost one of a thousand nodes. Each event
+            # would cost the agent a turn of its loop.
             if answer == "alive" and any(each.gathered for each in self._questions):
                 return
             kept, self._kept = self._kept, []
@@ -177,14 +206,15 @@ class Prober:
         self._put([_Question(seat, done, PROBE_STEPS, witnesses, once=True, gathered=True) for seat in seats])
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
-        """Ask the agents of `seats` which generation they run.
+        """Ask the agents of `seats` which generation of the run `run_id` they run.
 
-        `heard` takes each answer, on the prober's thread; 0 if no agent of the run answers.
+        `heard` takes the number in each answer, on the prober's thread; 0 if no agent of the run answers at a seat.
         """
 
         def done(seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
             self._asking.discard(seat.incarnation)
-            # Another incarnation's answer counts too: an agent that was left out and came back knows the newest one.
+            # The answer of another incarnation counts too: an agent that was left out and came back knows the newest
+            # generation.
             number = fields.get("generation") if fields.get("run") == run_id else 0
             heard(number if type(number) is int and 0 <= number <= COUNT_MAX else 0)
 
@@ -198,8 +228,11 @@ class Prober:
     ) -> None:
         """Ask the agents of `seats` for the positions of their workers.
 
-        `done` takes their answers by node, on the prober's thread, when all have answered or are silent. For a silent
-        one that a witness reaches, the answer is {"reached_by": the witness's node}.
+        Args:
+            seats: the seats to ask.
+            done: takes the answers by node, on the prober's thread, once all seats have answered or are silent. For a
+                silent seat that a witness reaches, the answer is {"reached_by": the witness's node}.
+            witnesses: returns the agents to ask about a silent seat.
         """
         answers: dict[str, dict[str, Any]] = {}
         missing = {seat.incarnation for seat in seats}
@@ -216,17 +249,20 @@ class Prober:
         self._put([_Question(seat, one, WORKERS_STEPS, witnesses, workers=True) for seat in seats])
 
     def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
-        """Ask `seat` once, on behalf of another agent. Call it on the prober's thread; `done` takes the answer."""
+        """Ask `seat` with a single try, on behalf of another agent. `done` takes the answer.
+
+        Call this method on the prober's thread only.
+        """
         self._begin([_Question(seat, lambda seat, answer, _: done(seat, answer), steps=1)])
 
     def close(self) -> None:
-        """Drop the questions under way, and take no more."""
+        """Drop the questions under way, and take no more questions."""
         self.thread.close()
 
     def _put(self, questions: Sequence[_Question]) -> None:
         self.thread.call(partial(self._begin, questions))
 
-    # On the thread.
+    # The methods below run on the prober's thread.
 
     def _begin(self, questions: Sequence[_Question]) -> None:
         for question in questions:
@@ -243,26 +279,28 @@ class Prober:
             self._try(self._waiting.popleft())
 
     def _try(self, question: _Question) -> None:
-        """Make the next try, or give up."""
+        """Make the next try of `question`, or give up: its agent is silent."""
         if question not in self._questions:
             return
         if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
             self._answered(question, "silent", {"reached_by": question.reached_by} if question.reached_by else {})
             return
-        # Tries overlap. A lost SYN is sent again by the kernel only after a second, which is longer than three tries.
+        # Tries overlap, because the kernel sends a lost SYN again only after a second, which is longer than three
+        # tries.
         question.made += 1
         self.thread.after(PROBE_STEP_S, partial(self._try, question))
         self._connect(question, question.seat)
         if question.made == 2 and question in self._questions:
-            # Only agents that are not being asked themselves. At random: after the loss of a node all others ask at
-            # once, and should not all ask the same two.
+            # Only agents that have not to prove themselves that they live can be witnesses. They are drawn at random:
+            # after the loss of a node all other agents ask at the same time, and should not all ask the same two.
             unsure = {each.seat.incarnation for each in self._questions}
             others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
             for seat in random.sample(others, min(WITNESSES, len(others))):
                 self._connect(question, seat)
 
     def _connect(self, question: _Question, seat: Seat) -> None:
-        """Make a try with `seat`. If not even a socket can be had, it counts as silence."""
+        """Make a try with `seat`. A try for which there is no socket counts as silence."""
+        # A question's own tries give way to its next one, if no more connections may be open.
         while question.open and len(self._open) >= OPEN_AT_ONCE:
             self._hang_up(question.open[0])
         try:
@@ -271,7 +309,8 @@ class Prober:
             found = socket.getaddrinfo(seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=flags)
             family, _, _, _, address = found[0]
             connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except (OSError, ValueError):  # The text is no address, or too many files are open.
+        # The text is no IP address, or too many files are open.
+        except (OSError, ValueError):
             return
         about = "" if seat is question.seat else question.seat.incarnation
         nonce, text = new_question(about, workers=question.workers)
@@ -281,13 +320,17 @@ class Prober:
         self._go_on(one)
 
     def _go_on(self, one: _Try) -> None:
+        """Continue the talk of a try, which has just become possible."""
         try:
             self.thread.watch(one.connection, next(one.talk), partial(self._go_on, one))
         except StopIteration as end:
             self._tried(one, *end.value)
 
     def _tried(self, one: _Try, answer: Answer, fields: dict[str, Any]) -> None:
-        """A try has ended with `answer`, from the seat or a witness. After "silent" other tries may bring more."""
+        """Take note that a try has ended with `answer`, from the seat or a witness.
+
+        Silence of the seat decides nothing yet: other tries are under way, or follow.
+        """
         self._hang_up(one)
         question = one.question
         if one.seat is question.seat:
@@ -297,7 +340,9 @@ class Prober:
             question.reached_by = one.seat.node
         elif answer == "alive" and fields.get("about") == "silent":
             question.agreed = True
-            if question.made > AGREED_STEPS:  # It is time. Answers that have arrived already are read first.
+            # The question has had enough tries to give up. By the timer, answers that have arrived already are read
+            # first.
+            if question.made > AGREED_STEPS:
                 self.thread.after(0.0, partial(self._try, question))
 
     def _answered(self, question: _Question, answer: Answer, fields: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""How far this node's workers are, and where the time of a recovery goes.
+"""Measures the progress of this node's workers, and where the time of a recovery goes.
 
-A recovery is the time between the last step before a change of generation and the first one after it, by this
-machine's monotonic clock. Agent and workers set marks in between. A phase is the time from one mark to the next, so the
-phases add up to the pause.
+A recovery lasts from the last step before a change of generation to the first step after it, by this machine's
+monotonic clock. Agent and workers set marks in between. A phase is the time from one mark to the next, so the phases
+add up to the pause.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ log = logging.getLogger(__name__)
 
 # The interval of the events `progress`.
 TELL_EVERY_S = 5.0
-# The last step before a time without one has an event after this many seconds, so that its number and age are known.
+# When no step follows, the last one gets an event of its own after this time, so that its number and age are known.
 TELL_LAST_S = 1.0
-# A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
-# `elasticrt.init` is called; there is a process group; the Loop is entered; the state is restored; a step is done.
+# The phases end, in this order, when: the change is known; the next generation is agreed; the old workers have ended;
+# the new workers run; `elasticrt.init` is called; the process group exists; the Loop is entered; the state is restored;
+# the first step is finished.
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "loop", "restore", "first_step")
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
-    """The milliseconds of each phase, by the ends of phases in `marks`; the first one begins `since_ns`, or with its
-    mark if that is 0. The time of a phase without a mark counts for the next one."""
+    """The milliseconds of each phase, by name. The time of a phase without a mark counts for the next phase.
+
+    Args:
+        since_ns: when the first phase began; 0: with its own mark, so it takes no time.
+        marks: the ends of the phases, by name. Both are nanoseconds of CLOCK_MONOTONIC.
+    """
     set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
     at = since_ns or (set_marks[0][1] if set_marks else 0)
     parts = {}
     for name, mark in set_marks:
-        # Some marks are before that of an earlier phase: a step may end after its handover was asked for.
+        # A mark may be before the mark of an earlier phase: the last step may end after its handover was asked for.
+        # Such a phase took no time, and the next one begins at the later mark.
         parts[name] = max(0, mark - at) / 1e6
         at = max(at, mark)
     return parts
@@ -44,20 +50,28 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """A worker's own work in a step: the step without the wait for the others' gradients."""
+    """A worker's own work in a step: the time of the step without the wait for the other ranks' gradients.
 
-    # `step`, `at_ns`: the last step at the last look, and the time of that look.
+    Attributes:
+        step: the last finished step at the last look.
+        at_ns: the time of that look (CLOCK_MONOTONIC).
+        besides_ns: the total time of saves and pauses until then.
+        waited_ns: the total time of waiting for gradients until then, in the `waits` steps in which DDP measured it.
+        waits: the number of these steps.
+        wait_s: the wait in one step, by the newest measurement.
+        own_s: the own work in one step, between the last two looks; 0.0 while it is unknown.
+    """
+
     step: int
     at_ns: int
-    besides_ns: int  # The time spent on saves and pauses until then.
-    # `waited_ns`, `waits`: the time waited until then, and the number of steps in which it was measured.
+    besides_ns: int
     waited_ns: int
     waits: int
-    wait_s: float = 0.0  # The wait in a step, by the newest measurement.
-    own_s: float = 0.0  # Seconds of own work in a step, lately; 0 before it is known.
+    wait_s: float = 0.0
+    own_s: float = 0.0
 
     def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
-        """The work after another look, with new values of the attributes. Unchanged if there was no step."""
+        """Return the work after another look, which saw these values. Unchanged if no step was finished meanwhile."""
         if step <= self.step:
             return self
         wait_s = (waited_ns - self.waited_ns) / (waits - self.waits) / 1e9 if waits > self.waits else self.wait_s
@@ -67,52 +81,67 @@ class OwnWork:
 
 
 class Progress:
-    """The progress of one node's workers. `look` returns the pages of all of them, by local rank.
+    """The progress of one node's workers.
 
-    `pause_s` are the seconds of the last recovery. Of one in place the detection and the first step do not count: a
-    newcomer that is let in causes neither a failure nor a step that would not have been made.
+    Args:
+        look: returns the status pages of the workers that run, in the order of local ranks.
+        event_log: takes the events.
+        clock: the agent's clock.
+
+    Attributes:
+        pause_s: the seconds of the last recovery; 1.0 before the first. For a recovery in place, the detection and the
+            first step do not count: to let a newcomer in causes no failure, and the step would have been made anyway.
     """
 
     def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
         self._clock = clock
         self._look = look
         self._events = event_log
-        self._last, self._last_ns = 0, 0  # The last step before a change, and its end.
+        # The last step before the present change of generation, and its end.
+        self._last, self._last_ns = 0, 0
         self._has_loop = False
+        # The ends of the present recovery's phases, by name; empty while the training runs.
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
-        self._generation = 0  # The newest one in which this node has had a seat.
-        self._spent: dict[StatusPage, tuple[int, ...]] = {}  # By worker, at the generation's first step.
+        # The newest generation in which this node has had a seat.
+        self._generation = 0
+        # What each worker had spent on data, saves and pauses when this generation began to count.
+        self._spent: dict[StatusPage, tuple[int, ...]] = {}
         self._work: dict[StatusPage, OwnWork] = {}
-        self._newest: events.Progress | None = None  # The event that is to be written next.
+        # The event to write next.
+        self._newest: events.Progress | None = None
         self._tell_at = 0.0
-        self._told = 0  # The last step when `look` has written it.
+        # The last step as `look` last wrote it.
+        self._told = 0
         self.pause_s = 1.0
 
-    # Marks, in order. A mark that is set stays as it is, but for one.
+    # Marks, in the order of time. A mark that is set keeps its time until the marks of the recovery are dropped.
 
     def disturbed(self) -> None:
-        """The present generation is about to end: a worker has failed, or a handover was asked for."""
-        if "start" in self._marks:  # A recovery that never came to a step: its time is a part of this one.
+        """Note that the present generation is about to end: a worker has failed, or a handover was asked for."""
+        # The recovery before never came to a step. Its time becomes a part of this one, which begins at the same step.
+        if "start" in self._marks:
             self._marks = {}
         asked = any(page.stop and not 0 < page.go <= page.step for page in self._look())
         if asked and not self._marks.keys() & {"agree", "broken_off"}:
-            # Workers that do not come to the step after which they leave hang: until now nothing was to be agreed.
+            # A handover is broken off, because workers did not come to the step after which they were to leave. Until
+            # now the nodes had nothing else to agree on, so the time since the last step counts as detection.
             self._marks = {}
             self._mark("broken_off")
         self._mark("detect")
 
     def undisturbed(self) -> None:
-        """The handover was given up, and the generation goes on."""
+        """Note that the handover was given up, and the generation goes on."""
         self._marks = {}
 
     def replaced(self, generation: int, *, waits: bool = False) -> None:
-        """Another `generation` is to be run. If it `waits`, the one that trains again is still to be agreed.
+        """Note that `generation` is agreed and is to be run.
 
-        A node without a seat in the one before is new: its wait was no pause of the training.
+        A generation that `waits` trains no step: the one that trains again is still to be agreed.
         """
         self.tell_anew()
         self._spent = {}
+        # A node without a seat in the generation before is new. It had no step, so its wait was no pause.
         if generation != self._generation + 1:
             self._last, self._last_ns, self._marks = 0, 0, {}
         self._generation = generation
@@ -121,38 +150,41 @@ class Progress:
             self._mark("agree")
 
     def waits(self) -> None:
-        """The present generation waits for nodes: say how the time since the last step was spent until now."""
+        """Write how the time since the last step was spent until now, because the present generation waits for
+        nodes."""
         now_ns = self._clock.monotonic_ns()
         self._events.write(events.Restarted(self._generation, phases(self._last_ns, {**self._marks, "agree": now_ns})))
         self._count_from(now_ns)
 
     def began(self) -> None:
-        """The old workers are gone, the new ones are being started."""
+        """Note that the old workers have ended, and new workers are being started or get their seats."""
         self._began_at = self._clock.monotonic()
         self._mark("stop")
 
     def started(self, generation: int, at_ns: int) -> None:
-        """All workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
+        """Note that all workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
         self._mark("start", at_ns)
-        self._count_from(at_ns)  # `progress` is written on: who reads it sees that this agent lives.
+        # From now on `progress` events are written again: they show readers that this agent lives.
+        self._count_from(at_ns)
         if self._last_ns or generation > 1:
             parts = phases(self._last_ns, self._marks)
             self._events.write(events.Restarted(generation, parts))
 
     def remember(self) -> None:
-        """Note how far the workers are, while their pages can still be read."""
+        """Note the last step of the workers, while their pages can still be read."""
         own = self._look()
         if own and own[0].step_at_ns:
             self._last, self._last_ns = own[0].step, own[0].step_at_ns
         elif own and own[0].beat_at_ns and not (self._has_loop or own[0].entered):
             self._last, self._last_ns = 0, own[0].beat_at_ns
-        # Workers with a Loop that have made no step in this generation leave the last step as it was before.
+        # If workers with a Loop have made no step in this generation, the last step stays that of an earlier one.
         self._count(own)
 
     def stepped(self, generation: int, step: Step) -> None:
-        """The first `step` of a Loop is done. If it is the first of `generation`, the recovery is over."""
+        """Note the first `step` of a Loop. If it is the first step of `generation`, the recovery is over."""
         self._has_loop = True
-        if "agree" not in self._marks:  # A second Loop of the same script.
+        # A second Loop of the same script: the recovery was over with the first step of the first one.
+        if "agree" not in self._marks:
             return
         pause_s = self._pause_until(step.at_ns)
         # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
@@ -161,40 +193,45 @@ class Progress:
         self._recovered(generation, pause_s, step.at_ns)
 
     def look(self, generation: int, now: float) -> None:
-        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock), or steps stand still."""
+        """Write the event `progress` if it is due at `now`, in seconds of the monotonic clock.
+
+        A new last step is also written as soon as no other one has followed it for TELL_LAST_S.
+        """
         step = self.step() or 0
         if now >= self._tell_at or (step != self._told and self.age_s() >= TELL_LAST_S):
             self._tell_at, self._told = now + TELL_EVERY_S, step
             self.tell_anew()
-        # Without a Loop the first step, which ends the recovery, is known by the page alone: an optimizer's beat sends
-        # no message.
+        # A worker with a Loop sends a message about the first step, which ends the recovery. Without a Loop only the
+        # page shows it: an optimizer's step sends no message.
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        # Workers that have ended already were remembered: their only step is none before this generation.
+        # If workers have ended already, `remember` has noted a step of this generation. It is no step before the
+        # recovery, so the pause is unknown.
         before = self._last_ns < self._marks["start"]
         self._recovered(generation, self._pause_until(at_ns) if before else None, at_ns)
 
     def tell_anew(self) -> None:
-        """Look, and write the event `progress`."""
+        """Look at the workers, and write the event `progress`."""
         self._count(self._look())
         self.tell()
 
     def tell(self) -> None:
-        """Write the event `progress` of the last look, if it has not been written."""
+        """Write the event `progress` of the last look, unless it was written already."""
         if self._newest is not None:
             self._events.write(self._newest)
         self._newest = None
 
     def _pause_until(self, at_ns: int) -> float | None:
-        """Seconds from the last step to the one that was done `at_ns`; None on a node that had none before."""
+        """The seconds from the last step to the one that ended at `at_ns`; None if this node had no step before."""
         return (at_ns - self._last_ns) / 1e9 if 0 < self._last_ns < at_ns else None
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
-        """Tell how the recovery until `at_ns` was spent, and begin anew."""
+        """Write how the time of the recovery, which ended at `at_ns`, was spent. Then begin anew."""
         self._count(self._look())
-        if self._newest is not None and self._newest.pause_s:  # An evaluation before the first step.
+        # A pause before the first step, such as an evaluation, must not be lost: `_count_from` begins to count anew.
+        if self._newest is not None and self._newest.pause_s:
             self.tell()
         self._newest = None
         own = self._count_from(at_ns)
@@ -215,7 +252,7 @@ class Progress:
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 
     def _count_from(self, at_ns: int) -> Sequence[StatusPage]:
-        """From `at_ns` on, what workers spend is of this generation. Returns the pages of all."""
+        """Count what workers spend from `at_ns` on for this generation. Returns the pages of all workers."""
         own = self._look()
         self._spent = {page: page.spent(at_ns) for page in own}
         self._work = {
@@ -224,7 +261,7 @@ class Progress:
         return own
 
     def _count(self, own: Sequence[StatusPage]) -> None:
-        """Sum up what the workers of these pages have spent since their first step in this generation."""
+        """Make the next `progress` event: what the workers of these pages have spent since `_count_from`."""
         known = [page for page in own if page in self._spent]
         if not known:
             return
@@ -252,32 +289,37 @@ class Progress:
     # Questions.
 
     def step(self) -> int | None:
-        """The last step that all workers of this node have finished; None before the first."""
+        """The last step that all workers of this node have finished in this generation; None before the first."""
         own = self._look()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
     @property
     def reached(self) -> int:
-        """The same, or what it was before they ended; 0 before the first."""
+        """The last step that all workers of this node have finished, also after they have ended; 0 before the first."""
         return self.step() or self._last
 
     @property
     def last(self) -> tuple[int, int]:
-        """The last step before the present generation, and its end in CLOCK_MONOTONIC nanoseconds; 0, 0: not known."""
+        """The last step before the present generation, and its end in nanoseconds of CLOCK_MONOTONIC; 0, 0 if
+        unknown."""
         return self._last, self._last_ns
 
     def age_s(self) -> float:
-        """Seconds since the last step of this node's workers; 0.0 if there was none."""
+        """The seconds since the last step of this node's workers; 0.0 if there was none."""
         newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])
         return max(0, self._clock.monotonic_ns() - newest_ns) / 1e9 if newest_ns else 0.0
 
     def starting(self, now: float) -> bool:
-        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over."""
+        """Whether the workers have not come to their first step at `now`, but probably will.
+
+        Nothing can be handed over before that, so newcomers wait.
+        """
         own = self._look()
         self._has_loop = self._has_loop or any(page.entered for page in own)
         if not own or all(page.step_at_ns for page in own):
             return False
-        # If no worker was ever in a Loop, the script soon counts as one without a Loop.
+        # A script in which no worker was ever in a Loop soon counts as one without a Loop. Newcomers need not wait for
+        # it.
         return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:
@@ -286,4 +328,5 @@ class Progress:
         return bool(own) and all(page.entered for page in own)
 
     def _mark(self, name: str, at_ns: int = 0) -> None:
+        """Set the mark `name` at `at_ns`, or now, unless it is set already."""
         self._marks.setdefault(name, at_ns or self._clock.monotonic_ns())

@@ -1,8 +1,9 @@
-"""The stacks of the workers' main threads, as text.
+"""Takes the stacks of the workers' main threads, as text.
 
-A worker's link writes the stack of the main thread on the status page when the agent asks. One that does not, because
-its interpreter hangs or it has no Loop, gets `STACKS_SIGNAL`, at which `faulthandler` writes it. If it does not answer
-that either, the state of its process is given instead.
+The agent first sends a message: the worker's link thread then writes the stack of the main thread on the status page. A
+worker that does not answer, because its interpreter hangs or because it has no Loop, gets `STACKS_SIGNAL`, and
+`faulthandler` writes the stack. If the worker does not answer the signal either, the state of its process takes the
+place of the stack.
 """
 
 from __future__ import annotations
@@ -29,17 +30,25 @@ LINES_MAX = 120
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of one generation's workers on this node."""
+    """The stacks of one generation's workers on this node.
 
-    why: Literal["stalled", "late", "paused", "waited_for", "closer"]  # The reason for taking them, see `hang_monitor`.
-    # `generation`, `step`: the generation, and its newest step.
+    Attributes:
+        why: the reason for taking them, see `hang_monitor`.
+        generation: the generation of the workers.
+        step: the newest step there.
+        age_s: for how many seconds the state that is the reason had lasted.
+        final: whether that is too long, so that the workers have failed.
+        lines: the lines of the stacks, by local rank.
+        ended: for "waited_for", a description of the workers that have ended.
+    """
+
+    why: Literal["stalled", "late", "paused", "waited_for", "closer"]
     generation: int
     step: int
-    # `age_s`: for how long this state had lasted, in seconds; `final`: that is too long.
     age_s: float
     final: bool
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # The stacks by local rank.
-    ended: str = ""  # For "waited_for": a description of the workers that have ended.
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    ended: str = ""
 
 
 def take(
@@ -49,11 +58,16 @@ def take(
     put: Callable[[Stacks], None],
     blank: Stacks,
 ) -> None:
-    """Take the stacks of `workers` (process id and status page, by local rank).
+    """Take the stacks of `workers` in the background, within about STACKS_S_MAX seconds.
 
-    `look` sends them the message, `signal` a signal to local ranks. `put` takes the answer within a few seconds:
-    `blank` with its lines. Both of these are called on another thread.
+    Args:
+        workers: the process id and the status page of each worker, by local rank.
+        look: sends all of them the message that asks for stacks.
+        signal: sends a signal to the workers of some local ranks. Called on another thread.
+        put: takes the answer: `blank` with its lines. Called on another thread.
+        blank: the answer without lines.
     """
+    # In this order: an `Answer` notes what is on the page before the worker is asked.
     answers = {rank: Answer(pid, page) for rank, (pid, page) in workers.items()}
     look()
 
@@ -72,7 +86,14 @@ def take(
 
 
 def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, directory: Path) -> None:
-    """Append the stacks of `node`, by global rank, to a file for each rank beside the logs in `directory`."""
+    """Append stacks to one file for each rank, beside the logs.
+
+    Args:
+        stacks: from which generation the stacks are, and after how many seconds they were taken.
+        by_rank: the lines of the stacks, by global rank.
+        node: the name of this node.
+        directory: the run's directory.
+    """
     for rank, lines in by_rank.items():
         path = file_of(directory, stacks.generation, rank, node, "stacks")
         try:
@@ -84,7 +105,7 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
 
 
 def main_thread(lines: Sequence[str]) -> list[str]:
-    """The frames of the first thread in `lines`, innermost first; none if the worker has not answered."""
+    """The frames of the first thread in `lines`, innermost first; empty if the worker has not answered."""
     frames: list[str] = []
     for line in lines:
         if line.startswith("  File "):
@@ -95,44 +116,55 @@ def main_thread(lines: Sequence[str]) -> list[str]:
 
 
 class Answer:
-    """What a worker has written since it was asked."""
+    """What a worker has written on its page since it was asked. Make it before the worker is asked.
+
+    Args:
+        pid: the worker's process id.
+        page: its status page.
+    """
 
     def __init__(self, pid: int, page: StatusPage) -> None:
         self.pid, self._page = pid, page
+        # A worker's link counts `looks` up, and replaces the text. The signal handler of faulthandler appends to it.
         self._looks, self._length = page.looks, len(page.text())
         self._now = self._length
 
     def looked(self) -> bool:
-        """Whether its link has answered."""
+        """Whether the worker's link has answered."""
         return self._page.looks != self._looks
 
     def is_to_signal(self, waited_s: float) -> bool:
-        """Whether it gets the signal, so many seconds after it was asked: if its main thread runs, it is late.
+        """Whether to send the signal, `waited_s` seconds after the worker was asked.
 
-        That may run Python code, whose frames faulthandler would read while they change.
+        A main thread that runs gets it later: it may run Python code, and faulthandler would read frames that change.
         """
         late = waited_s >= STACKS_ASKED_S and (waited_s >= STACKS_RUNS_S or state_of(self.pid) != "R")
-        return late and not self.looked() and _catches(self.pid)  # The signal ends a process without a handler.
+        # The signal would end a process without a handler for it.
+        return late and not self.looked() and _catches(self.pid)
 
     def whole(self) -> bool:
-        """Whether it has answered, and writes no more since the last call."""
+        """Whether the worker has answered, and has written nothing more since the last call.
+
+        The link counts up when its text is complete. faulthandler tells no end, so the text must have stopped growing.
+        """
         before, self._now = self._now, len(self._page.text())
         return self.looked() or self._now == before > self._length
 
     def lines(self) -> list[str]:
-        """The stack; if there is none, why."""
+        """The lines of the stack; without an answer, one line that says why."""
         text = self._page.text() if self.looked() else self._page.text()[self._length :]
         if not text:
             state = state_of(self.pid)
             how = STATES.get(state, f"is in state {state}") if state else "has ended"
             return [f"it has not answered within {STACKS_S_MAX:g} s, and {how}"]
-        # While an earlier answer was being written, the text before has ended in the middle of a stack.
+        # An earlier answer may have been incomplete when this worker was asked. So the text may begin in the middle of
+        # a stack, and only the last whole stack counts.
         whole = text.decode(errors="replace").rpartition(STACK_BEGINS)
         return "".join(whole[1:]).strip().splitlines()
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process has a handler for STACKS_SIGNAL."""
+    """Whether the process `pid` has a handler for STACKS_SIGNAL, by the kernel's mask of caught signals."""
     lines = text_of(Path(f"/proc/{pid}/status")).splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
     return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)

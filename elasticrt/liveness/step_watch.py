@@ -1,6 +1,6 @@
 """Reads the steps of this node's workers from their status pages, a few times a second.
 
-It costs the workers no message and no system call.
+The workers send no message and make no system call for that.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, STANDING_IN_PLACE_S
 from elasticrt.liveness.stall_detector import STANDING_S, Sight, StallDetector
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
-# The usual pause is the median of this many.
+# The usual pause is the median of so many pauses.
 PAUSES_KEPT = 9
 
 
 class StepWatch:
-    """The pace of the workers of one node. Times are seconds of the monotonic clock.
+    """Watches the steps of one node's workers. Times are seconds of the monotonic clock.
+
+    Args:
+        workers: the node's workers.
 
     Attributes:
-        pace: their steps in this generation.
-        looped: whether they count their steps in a Loop.
-        paused_since: since when no step has been expected; None: one is.
-        pauses_s: the length of the newest pauses.
+        pace: the steps of this generation, as far as they have been seen.
+        looped: whether the workers count their steps in a Loop.
+        paused_since: since when no step has been expected; None while one is expected.
+        pauses_s: the seconds of the newest pauses.
     """
 
     def __init__(self, workers: WatchedWorkers) -> None:
@@ -36,30 +39,33 @@ class StepWatch:
         return StallDetector(self._workers.settings.options.hang_timeout_s)
 
     def began(self, now: float) -> None:
-        """Workers are being started, or get new seats, at `now`: their pace will be another one."""
+        """Begin anew, because workers are being started or get new seats at `now`: their pace will change."""
         self._began_at = now
         self._usual_before_s = self.usual_s
         self.pace = self._new_pace()
         self.looped = False
         self.paused_since: float | None = None
         self.pauses_s: tuple[float, ...] = ()
-        self._paused_ns: int | None = None  # The time in pauses so far.
-        self._look_at: float | None = None  # None before the first step, which wakes the agent.
+        # The total time of pauses at the last look.
+        self._paused_ns: int | None = None
+        # When to look again. None before the first step: the message about that step wakes the agent.
+        self._look_at: float | None = None
+        # The same for workers that may have no Loop, and send no message: the agent wakes up for them now and then.
         self._idle_until: float | None = None
 
     @property
     def usual_s(self) -> float:
-        """The median seconds of a step; until it is known that of the generation before, 0.0 for none."""
+        """The median of the seconds of a step; in a new generation first that of the one before; 0.0 if unknown."""
         return self.pace.usual_s or self._usual_before_s
 
     def wake_at(self) -> float | None:
-        """When to look again."""
+        """When to look again; None if no worker runs."""
         return self._look_at or self._idle_until
 
     def look(self, now: float, *, held: bool) -> None:
-        """Look at the pages of all running workers, if it is time `now`.
+        """Look at the pages of all running workers, if that is due at `now`.
 
-        `held`: the workers stop after their step for a handover, so no step is expected.
+        `held`: whether the workers hold for a handover or wait for nodes, so that no step is expected.
         """
         if self._look_at is not None and now < self._look_at:
             return
@@ -76,36 +82,43 @@ class StepWatch:
             self.paused_since = None
         if not in_loop and not (pages and all(page.beats for page in pages)):
             return
-        if in_loop and not self.looped:  # Steps of optimizers before the Loop do not count.
+        # Optimizer steps before the Loop do not count: they have another pace.
+        if in_loop and not self.looped:
             self.looped, self.pace = True, self._new_pace()
         in_place = all(page.in_place for page in pages)
         self._look_at = now + LOOK_S
         sight = (sight_of_steps if in_loop else sight_of_beats)(pages, held=held)
         if sight.ready_at < self._began_at:
-            # A page of before: its worker has not taken its new seat. The time since it was ready was many steps.
+            # The page is still that of the generation before: its worker has not taken its new seat. The time since it
+            # was ready then lasted for many steps, and must not count as the length of one.
             sight = replace(sight, ready_at=0.0)
         pace = replace(self.pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
         self.pace = pace.looked(sight, now)
 
 
 def last_ns(page: StatusPage) -> int:
-    """When the wait for a worker's next step began, in CLOCK_MONOTONIC nanoseconds; 0 before its first one."""
+    """When the wait for a worker's next step began, in nanoseconds of CLOCK_MONOTONIC; 0 before the first step can
+    come."""
     return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
 
 
 def step_of(page: StatusPage) -> int:
-    """The last step that a worker has done, or begins after; without a Loop the number of its optimizers' steps."""
+    """The last step that a worker has finished, or resumes from; without a Loop the number of its optimizers' steps."""
     return page.entered - 1 if page.entered else page.beats
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """The sight of workers with a Loop: the one that is furthest behind. `held`: no step is expected."""
+    """The sight of workers with a Loop: the worker that is furthest behind. `held`: whether no step is expected."""
     last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
     expected = not held and all(page.stepping for page in pages)
     return Sight(step_of(last), last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
 
 
 def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """The same without a Loop: workers may make different numbers of steps, so the oldest newest one counts."""
+    """The sight of workers without a Loop. `held`: whether no step is expected.
+
+    Workers may make different numbers of optimizer steps, so the numbers cannot tell which worker is behind. The worker
+    whose newest step is oldest counts.
+    """
     last = min(pages, key=lambda page: page.beat_at_ns)
     return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)

@@ -1,4 +1,4 @@
-"""The workers of one node, as those see them that watch over their progress."""
+"""Bundles what the monitors of a node's workers need: how to look at the workers, and where findings go."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from elasticrt.workers.group_state import GroupState
 
 @dataclass(frozen=True)
 class WatchedWorkers:
-    """What is known of the workers, and where findings go.
+    """The workers of one node, as `HangMonitor`, `StepWatch` and `CulpritSearch` see them.
 
     Attributes:
-        settings: the agent's.
+        settings: the agent's settings.
         event_log: takes events.
         say: prints a line for the user.
         put: takes `Stacks`, on another thread.
-        group: the workers.
-        state: tells what they are in.
-        look: returns the pages of all that run, by local rank.
-        take: asks workers for their stacks, as `stacks.take`.
-        state_of: the kernel's letter for the state of a process, as `proc.state_of`.
-        cpu_s: the processor time of sessions, as `proc.cpu_s`.
+        group: the worker processes.
+        state: returns the state of the workers: their generation, seats and ranks.
+        look: returns the status pages of all workers that run, in the order of local ranks.
+        take: asks workers for their stacks, as `stacks.take` does.
+        state_of: returns the kernel's letter for the state of a process, as `proc.state_of` does.
+        cpu_s: returns the seconds of processor time of whole sessions, as `proc.cpu_s` does.
     """
 
     settings: Settings
@@ -44,7 +44,12 @@ class WatchedWorkers:
     cpu_s: Callable[[Iterable[int]], float]
 
     def ask(self, blank: Stacks, local_ranks: Collection[int] = ()) -> None:
-        """Ask all workers of a generation, or `local_ranks`, for their stacks. `blank`: the answer without lines."""
+        """Ask the workers of a generation for their stacks, which go to `put`.
+
+        Args:
+            blank: the answer without lines. It also names the generation.
+            local_ranks: the workers to ask; empty: all of them.
+        """
         group, generation, pids = self.group, blank.generation, self.group.pids(blank.generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
 
