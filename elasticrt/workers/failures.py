@@ -1,7 +1,7 @@
-"""Why a worker failed: makes a `Failure` of what a worker has left, with a text for people. Pure.
+"""Explains why a worker failed: makes a `Failure`, with a text for people, from what the worker has left. Pure.
 
 When one worker dies, all others fail in their next collective. Such failures are *collateral*: they say nothing about
-the cause. A report names the first cause in full, and has one line for each other worker.
+the cause. A report describes the first cause in full, and has one line for each other worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elasticrt.workers.gpu_failures import gpu_cause
 _NAME_MAX_BYTES = 200
 _MESSAGE_MAX_BYTES = 600
 _LINE_MAX_BYTES = 400
-# The text of a report has room for these lines beside the rest. Of too many lines the last are kept.
+# A report has room for so many lines of output beside the rest. Of more lines the last ones are kept.
 _LAST_LINES_MAX = 30
 _LAST_LINES_MAX_BYTES = 4000
 
@@ -44,63 +44,81 @@ WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
 )
-# Errors that no restart can cure, by name, with the exit code of the run.
+# Errors of elasticrt that no restart can cure, by name, with the exit code of the run.
 _FINAL: dict[str, FinalCode] = {
     "ReadAheadError": 1,
     "CheckpointError": 5,
     "PreparationError": 6,
     "DuplicateError": 7,
 }
-# It ends in the same way again, but only on this node.
+# The error of a worker whose script is not the run's. It comes again on this node, and on no other one.
 _MISFIT = "MisfitError"
-# Before the first step these mean that the script, or what is installed, has to be changed.
+# Errors that no restart can cure if they come before the first step: the script or an installed package is wrong.
 _CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
-# Raised twice, they may still not come a third time, because another machine may have been away.
+# Errors that say little even if they come twice: another machine may have been away, and come back.
 _OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
-# Errors of starting a program that is missing, or is none. Others may come of too few processes or files.
+# Start errors of a program that is missing or cannot be executed. Other start errors may pass, such as a lack of
+# processes or of open files.
 _NOT_HERE = re.compile(
     rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
 )
 
-# torch's message of an error that another process or thread has raised, such as a loader's: the error comes last.
+# torch's message about an error in another process or thread, such as a data loader's: the error itself comes last.
 _NESTED = re.compile(r"Caught \S+ (in .+?)\.?\nOriginal Traceback")
+# The last lines of output for which there is no traceback: Python's, for a script that cannot be compiled and for a
+# module that is missing, and those of argparse and click for wrong arguments.
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
-# A shell's exit codes for a program that cannot be executed, and for one that is missing.
+# The exit codes of shells for a program that cannot be executed, and for a program that is missing.
 EXITS_OF_SHELLS = (126, 127)
-# The exit code of argparse, click and most programs for arguments that they do not understand.
+# The exit code of argparse, click and most other programs for arguments that they do not understand.
 EXIT_USAGE = 2
 
 HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
-# Workers that do not reach each other in so many generations in a row, while their agents do, never will.
+# Workers that do not reach each other in so many generations in a row, although their agents do, never will.
 UNMET_MAX = 2
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What a worker has left that has ended, or that could not be started."""
+    """What is left of a worker that has ended, or that could not be started.
 
-    code: int  # Exit code, or minus the signal number.
-    error_file: str = ""  # The content of torchelastic's error file, "" without one.
-    # `last_lines`: the end of its error output; `log_path`: the file with all of it, "" when it is not kept.
+    Attributes:
+        code: the exit code, or minus the signal number.
+        error_file: the content of torchelastic's error file; "" without one.
+        last_lines: the end of the worker's error output.
+        log_path: the file with the whole error output; "" if it is not kept.
+        step: the last global step that the worker is known to have finished.
+        stepped: whether the worker has made a step; None if that is unknown.
+        beats, loaded: as in `Failure`.
+        start_error: why the worker could not be started; "" if it was.
+        lost: why the worker parent ended, if the worker ended with it.
+        oom: whether the kernel's count of processes killed for memory went up while the worker ran.
+    """
+
+    code: int
+    error_file: str = ""
     last_lines: Sequence[str] = ()
     log_path: str = ""
-    step: int | None = None  # The last global step that it is known to have finished.
-    stepped: bool | None = None  # Whether it had made a step; None when that cannot be seen.
-    # `beats`, `loaded`: as in `Failure`.
+    step: int | None = None
+    stepped: bool | None = None
     beats: int = 0
     loaded: int = 0
-    start_error: str = ""  # Why it could not be started, "" if it was.
-    lost: str = ""  # Why its parent ended, if that ended the worker as well.
-    oom: bool = False  # The kernel's count of processes killed for memory went up meanwhile.
+    start_error: str = ""
+    lost: str = ""
+    oom: bool = False
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What a worker raised, as far as its error file or its output says; all empty for nothing.
+    """The exception that a worker raised, as far as its error file or its output tells; all fields empty for none.
 
-    `certain`: a restart would end in the same way.
+    Attributes:
+        exception: its type, possibly with a module.
+        message: its text.
+        callstack: its traceback.
+        certain: whether a restart would certainly end in the same way.
     """
 
     exception: str = ""
@@ -110,12 +128,12 @@ class Raised:
 
     @property
     def kind(self) -> str:
-        """The exception's name without its module."""
+        """The exception's type without its module."""
         return self.exception.rpartition(".")[2]
 
 
 def raised(left: Remains) -> Raised:
-    """What a worker raised, from what it has `left`."""
+    """The exception that a worker raised, from what is `left` of it: its error file first, then its output."""
     found = _in_error_file(left.error_file)
     if found.exception or found.message or left.code <= 0:
         return found
@@ -123,7 +141,7 @@ def raised(left: Remains) -> Raised:
 
 
 def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
-    """The failure of a `worker` from what it has `left`; its code is not 0."""
+    """The failure of a `worker`, from what is `left` of it. Its code is not 0."""
     found = raised(left)
     collateral = _is_collateral(found, left)
     message = left.start_error or left.lost or found.message
@@ -152,7 +170,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
 
 
 def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: FinalCode) -> Iterator[str]:
-    """The lines of a failure's text."""
+    """The lines of a failure's text: advice, the place, how the worker ended, and the end of its output."""
     if advice:
         yield advice
     place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
@@ -170,18 +188,20 @@ def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: Fina
 
 
 def _is_collateral(found: Raised, left: Remains) -> bool:
+    """Whether a worker has failed only because another one had."""
     if left.start_error:
         return False
     if left.code > 0:
         return is_collateral(found.exception, found.message, found.callstack)
-    # A peer's end makes a process abort: NCCL's watchdog throws in a thread of C++, where none can catch.
+    # With NCCL the end of a peer may abort the process: NCCL's watchdog throws in a C++ thread, where no Python code
+    # can catch the exception. torch's text about it is then in the output.
     text = "\n".join(left.last_lines)
     threw = "terminate called after throwing an instance of 'c10::Dist" in text
     return left.code == -signal.SIGABRT and threw and bool(PEER_IS_GONE.search(text))
 
 
 def _final_code(found: Raised, left: Remains) -> FinalCode:
-    """The exit code of the run if no restart can cure this; 0 if one might."""
+    """The exit code of the run if no restart can cure this failure; 0 if a restart might."""
     if left.start_error:
         return 1 if _NOT_HERE.search(left.start_error) else 0
     if left.code < 0 or found.kind == _MISFIT:
@@ -192,15 +212,16 @@ def _final_code(found: Raised, left: Remains) -> FinalCode:
 
 
 def _of_gpu(found: Raised, left: Remains) -> str:
-    """Which failure of a GPU this is, and its remedy; "" for none."""
-    # NCCL's watchdog cannot write an error file: what it says of the GPU is only in the output.
+    """The name and the remedy of a GPU's failure; "" if this is none."""
+    # NCCL's watchdog aborts the process without an error file, so only the output names the failure. Other output is
+    # not searched: see `gpu_cause`.
     aborted = left.code == -signal.SIGABRT
     cause = gpu_cause("\n".join(left.last_lines) if aborted else f"{found.exception}: {found.message}")
     return f"{cause.name}. {cause.remedy}" if cause else ""
 
 
 def _digest(found: Raised) -> str:
-    """A digest of what was raised, and where; "" for nothing, and for what may well not come again."""
+    """A digest of an exception and its place; "" for none, and for an exception that may well not come again."""
     if not found.exception or found.kind in _OF_OTHERS:
         return ""
     places = [line.strip() for line in found.callstack.splitlines() if line.startswith('  File "')]
@@ -209,13 +230,19 @@ def _digest(found: Raised) -> str:
 
 
 def lost_peer(*, rank: int, node: str, message: str) -> Failure:
-    """The collateral failure of a living worker, `rank` on `node`, that has lost its peers; `message`: how."""
+    """The collateral failure of a living worker, `rank` on `node`, that has lost its peers. `message` says how."""
     said = f"rank {rank} on {node}: {message}"
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
 def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
-    """The failure of workers that a signal has stopped on `node`: global `ranks`, or newcomers without one."""
+    """The failure of workers that a signal has stopped.
+
+    Args:
+        ranks: their global ranks; empty for a worker that sets up beside the training.
+        node: their node.
+        where: in which generation and after which step, in words.
+    """
     who = " and ".join(f"rank {rank}" for rank in ranks) or "a newcomer"
     said = f"{who} on {node} {'are' if len(ranks) > 1 else 'is'} stopped (SIGSTOP)"
     text = f"{said} {where}, and nobody continued it within {STOPPED_S:g} s"
@@ -223,9 +250,13 @@ def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
 
 
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
-    """The failure of workers that make no step, in `generation` on `node`; the agent kills them.
+    """The failure of workers that make no step. The agent kills them.
 
-    `message` says for how long, `stacks` what each does, by rank. Which of them is the cause only a person can tell.
+    Args:
+        node: the node that reports the stall.
+        generation: the generation of the workers.
+        message: for how long there was no step, in words.
+        stacks: the lines of each worker's stack, by global rank. Only a person can tell which worker is the cause.
     """
     lines = [f"{message} in generation {generation}, as seen on {node}"]
     for rank, stack in sorted(stacks.items()):
@@ -241,9 +272,12 @@ def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Se
 
 
 def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
-    """The report of a node about its failures, in the order of time: the first cause, and a line for each other.
+    """The failure that a node reports for all its workers: the first cause in full, and a line for each other failure.
 
-    `ended`: see `first_cause`. `unmet`: in how many generations in a row workers here could not reach the others.
+    Args:
+        failures: the failures of this node's workers, in the order of time; at least one.
+        ended: descriptions of workers that have ended with code 0, as in `first_cause`.
+        unmet: for how many generations in a row workers of this node could not reach the others.
     """
     cause = first_cause(failures, ended)
     assert cause is not None, "there is a failure to report"
@@ -261,27 +295,28 @@ def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: in
 
 
 def _how_it_ended(left: Remains, found: Raised, message: str) -> str:
-    """In a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
+    """How a worker ended, in a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
     if left.start_error:
         return f"could not be started: {cut(left.start_error, _MESSAGE_MAX_BYTES)}"
     if left.oom and left.code == -signal.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
     if left.code > 0 and found.kind in (*_FINAL, _MISFIT):
-        how = ""  # The agent ends with the error's own exit code, and not with the worker's.
+        # For these errors the agent ends with the error's own exit code, so the worker's would confuse.
+        how = ""
     said = (cut(found.exception, _NAME_MAX_BYTES), cut(_innermost(message), _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
 
 
 def _innermost(message: str) -> str:
-    """The message of the error itself, where torch puts a traceback before it; without what says nothing."""
+    """The message of the error itself, if torch has put the traceback of another process before it."""
     found = _NESTED.match(message)
     inner = exceptions_in(message)[-1:] if found else []
     return f"{inner[0][1]} ({found[1]})" if found and inner else in_words(message)
 
 
 def _how_to_meet(message: str) -> str:
-    """What to do when a worker could not reach another one."""
+    """What to do when a worker could not reach another one at its announced address."""
     address = announced_address(message)
     return (
         f"another worker is out of reach{f' at the address {address}, which it announced' if address else ''}. Check "
@@ -290,7 +325,7 @@ def _how_to_meet(message: str) -> str:
 
 
 def _in_error_file(content: str) -> Raised:
-    """What was raised, by torchelastic's error file; nothing if the content has another form."""
+    """The exception in torchelastic's error file; an empty `Raised` if the content has another form."""
     try:
         fields = json.loads(content) if content else {}
     except (ValueError, RecursionError):
@@ -303,21 +338,24 @@ def _in_error_file(content: str) -> Raised:
     extra = said.get("extraInfo")
     callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
     exception, separator, message = str(said.get("message", "")).partition(": ")
+    # A message without a type.
     if not separator and " " in exception:
-        exception, message = "", exception  # A message without a type.
+        exception, message = "", exception
     return Raised(exception, message, callstack)
 
 
 def _in_traceback(lines: Sequence[str]) -> Raised | None:
-    """What was raised, by the last traceback in an error output; None without one."""
+    """The exception of the last traceback in an error output; None without one."""
     starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK)]
     found = exceptions_in("\n".join(lines[starts[-1] :])) if starts else []
     return Raised(*found[-1], "\n".join(lines)) if found else None
 
 
 def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
-    """What a restart cannot cure and has no traceback: a script that cannot be compiled, a module or a program that is
-    missing, arguments that the script refuses.
+    """An error that has no traceback, and that no restart can cure; an empty `Raised` for none.
+
+    These are a script that cannot be compiled, a module or a program that is missing, and arguments that the script
+    refuses.
     """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):
@@ -329,7 +367,7 @@ def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
 
 
 def _newest(lines: Sequence[str]) -> tuple[str, ...]:
-    """The last lines that a report has room for."""
+    """The last lines, as many as a report has room for."""
     kept: list[str] = []
     room = _LAST_LINES_MAX_BYTES
     for line in reversed(lines[-_LAST_LINES_MAX:]):

@@ -1,7 +1,8 @@
-"""The agent's side of the worker parent: starts it, talks to it, notices its end.
+"""The agent's side of the worker parent: starts the parent, talks to it, and notices its end.
 
-The parent is a separate program (`elasticrt.bootstrap.fork_server_main`), because the agent has threads and must not
-import torch. It runs in its own session, so that Ctrl-C in a terminal reaches the agent alone.
+The parent is a separate program (`elasticrt.bootstrap.fork_server_main`): the agent has threads, so it must not fork
+workers, and it must not import torch. The parent runs in its own session, so that Ctrl-C in a terminal reaches the
+agent alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParentLost:
-    """The worker parent has ended, and its workers with it."""
+    """The worker parent has ended for this `reason`, and its workers with it."""
 
     reason: str
 
@@ -40,7 +41,7 @@ ParentEvent = FromParent | ParentLost
 
 
 def note(event: Warm, event_log: EventLog) -> None:
-    """Log, and write to `event_log`, that the worker parent can start workers, and by which method."""
+    """Log, and write to `event_log`, that the worker parent is warm, and how it starts workers."""
     event_log.write(events.ParentWarm(**asdict(event)))
     why = f": {event.reason}" if event.reason else ""
     level = logging.WARNING if event.reason.startswith("--preload") else logging.INFO
@@ -48,17 +49,22 @@ def note(event: Warm, event_log: EventLog) -> None:
 
 
 class WorkerParent:
-    """One worker parent. Its process starts at once; `Warm` follows when it can start workers, or `ParentLost`.
+    """One worker parent. Its process starts at once. `Warm` follows when it can start workers, or `ParentLost`.
 
-    Make it in the agent's main thread. A `WorkerGroup` reads from it; all other methods are for the agent's thread.
+    Make it in the agent's main thread. A `WorkerGroup` calls `fileno` and `receive` on its reading thread; all other
+    methods are for the agent's main thread.
 
     Args:
-        method: "fork" or "exec".
-        env: the environment that workers share (`workers.environment`). Interpreter and libraries read variables
-            while they load, so these must be right already.
+        method: how to start workers, "fork" or "exec".
+        env: the environment that workers share (`workers.environment`). It must be final: the interpreter and libraries
+            read variables while they load, which happens in the parent.
         directory: the workers' working directory.
         preload: modules to import in advance.
-        kind, target: what the command will be, as in `Command`, and the script or module, if known: it is read.
+        kind: the kind of the workers' command, as in `Command`.
+        target: the script, module or program of that command. The parent reads a script to see what it imports.
+
+    Attributes:
+        pid: the process id of the parent.
 
     Raises OSError when the process cannot be started.
     """
@@ -76,7 +82,8 @@ class WorkerParent:
         self._sending = threading.Lock()
         self._closing = False
         self._ended = threading.Event()
-        self._sessions: dict[int, int] = {}  # Running workers by process id; the start time reveals a reused id.
+        # The start time of each running worker, by process id: it reveals an id that another process has got since.
+        self._sessions: dict[int, int] = {}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(self._socket)
         order = {"method": method, "preload": list(preload), "kind": kind, "target": target}
@@ -94,18 +101,19 @@ class WorkerParent:
         self.pid = self._process.pid
 
     def fileno(self) -> int:
-        """For `select`."""
+        """The descriptor of the channel, for a selector."""
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message with `fds`, which stay the caller's. Raises ChannelClosed when the parent has ended."""
+        """Send a message with the descriptors `fds`, which the caller keeps. Raises ChannelClosed if the parent has
+        ended."""
         with self._sending:
             if self._closing:
                 raise ChannelClosed("the worker parent has been closed")
             self._channel.send(message, fds)
 
     def receive(self) -> list[ParentEvent]:
-        """Messages of the parent that have arrived. ParentLost is the last: the parent has ended and been reaped."""
+        """Return the messages that have arrived. `ParentLost` is the last one: the parent has ended and been reaped."""
         found: list[ParentEvent] = []
         try:
             while received := self._channel.receive(0):
@@ -121,10 +129,14 @@ class WorkerParent:
         return found
 
     def close(self, timeout_s: float = PARENT_END_S) -> None:
-        """End the parent and all workers, and wait for it; after `timeout_s` it is killed. May be called twice."""
+        """End the parent and all workers, and wait for the parent. It is killed after `timeout_s` seconds.
+
+        A second call does nothing more.
+        """
         with self._sending:
             self._closing = True
-            # Only our sending side: the parent sees the end of the channel, and can still report its workers' ends.
+            # Only the sending direction: the parent sees the end of the channel, and can still report the ends of its
+            # workers.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
         if not self._ended.wait(timeout_s):
@@ -132,17 +144,22 @@ class WorkerParent:
             self._ended.wait(PARENT_END_S)
 
     def _lost(self, reason: str) -> ParentLost:
+        """Reap the parent, which has closed its channel, and kill the processes that its workers have left."""
         try:
             code = self._process.wait(PARENT_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # It has closed its channel and does not end: it is of no more use.
+            # A parent without a channel can serve nobody.
+            self._process.kill()
             code = self._process.wait()
         with self._sending:
             self._closing = True
             self._channel.close()
-        # A killed parent takes its workers along, but not the processes that these have started.
+        # When the parent is killed, the kernel kills its workers too (PR_SET_PDEATHSIG), but not the processes that the
+        # workers have started. Those are still in the workers' sessions, even if a worker itself is gone (start time
+        # 0).
         sessions = {pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}
         deadline = time.monotonic() + PARENT_END_S
+        # Again and again, because a process may start another one between the look and the signal.
         while members(sessions) and time.monotonic() < deadline:
             kill_sessions(sessions)
             time.sleep(0.01)
@@ -152,7 +169,7 @@ class WorkerParent:
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:
-    """The error for a worker parent on `node` that has died too often, the last time for this `reason`."""
+    """The error to raise when worker parents on `node` have died too often, the last one for this `reason`."""
     what, expected = "the process that starts workers keeps dying", "that it can import torch and --preload's modules"
     remedy = "Try --start-method spawn, and run `python -c 'import torch'` by hand"
     return ConfigError(what, f"node {node}", got=reason, expected=expected, remedy=remedy)

@@ -1,7 +1,7 @@
-"""The workers of this node: starts them for one generation at a time, and signals them.
+"""Starts the workers of this node, signals them, and sends them new seats.
 
-`worker_io` reads their channels and output, and explains their ends. A new generation may start while workers of the
-one before are still ending, so every event names its generation.
+`worker_io` reads the workers' channels and output, and reports their ends. A new generation may start while workers of
+the one before are still ending, so every event names its generation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, file_of
 from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerIO, WorkerState, oom_kills
 
-# A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started.
+# The exit code of a worker that cannot be started, as shells use it for a program that they cannot execute.
 EXIT_CANNOT_START = 126
 
 
 class WorkerGroup:
-    """All workers of this node. Used by the agent's thread. `sink` gets events, on the thread that reads."""
+    """All workers of this node. Only the agent's main thread uses it.
+
+    Args:
+        sink: takes events, mostly on the thread of `WorkerIO`. It must only put them into a queue.
+        options: what to do with the workers' output; None: the defaults.
+    """
 
     def __init__(self, sink: Callable[[GroupEvent], None], *, options: RunOptions | None = None) -> None:
         self._sink = sink
@@ -43,7 +48,7 @@ class WorkerGroup:
         self._io = WorkerIO(sink)
 
     def use(self, parent: WorkerParent) -> None:
-        """Start workers with this parent from now on. Needed before the first start, and after a parent was lost."""
+        """Start workers with this `parent` from now on. Call it before the first start, and after a parent was lost."""
         self._parent = parent
         self._io.follow(parent)
 
@@ -57,19 +62,22 @@ class WorkerGroup:
         directory: str | Path,
         state_fd: int = -1,
     ) -> None:
-        """Start the workers of `generation`, one for each of `envs`; 0: they set up beside the training. After `Warm`.
+        """Start workers. The parent must be warm.
 
-        Errors arrive as events: `WorkerEnded` with a failure, and at last `GroupEnded`. The error file and the logs
-        are below `env.run_dir`.
+        Errors arrive as events: `WorkerEnded` with a failure for each worker, and then `GroupEnded`. The error file and
+        the logs of a worker are below its `env.run_dir`.
 
         Args:
-            command: what each runs, in `directory`.
-            listen: the generation's listening socket when global rank 0 is here; it is closed on this side.
-            base_env: from `workers.environment`.
-            state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
+            generation: the generation of the workers; 0: they set up beside the training.
+            envs: the seats of the workers, one for each.
+            command: what each worker runs.
+            listen: the listening socket of the generation's store if global rank 0 is here. It is closed on this side.
+            base_env: the environment that all workers share, from `workers.environment`.
+            directory: the workers' working directory.
+            state_fd: the memory file with the state from which local rank 0 resumes; -1 for none. The caller keeps it.
         """
-        # Workers beside the training start as generation 0, time and again, and survivors outlive the generation they
-        # were started in. So the parent knows each worker by the number of its start.
+        # Workers beside the training all start as generation 0, and survivors outlive the generation in which they were
+        # started. So a generation does not identify a worker: the parent knows each by the number of its start.
         self._starts = max(generation, self._starts + 1)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             if listen is not None:
@@ -80,7 +88,8 @@ class WorkerGroup:
                 # Nothing has been started: all workers of this node fail with the same message.
                 self._refuse(envs, f"cannot prepare the workers: {error}")
                 return
-            ours.pop_all()  # From now on they are closed when the workers end.
+            # From now on the files on this side are closed when their worker ends.
+            ours.pop_all()
             workers = [worker for worker, _, _ in prepared]
             living = {each.start for each in self._workers if not each.gone}
             self._workers = [*(each for each in self._workers if each.start in living), *workers]
@@ -95,28 +104,36 @@ class WorkerGroup:
                         fds.append(listen.fileno())
                     self._parent.send(start, fds)
             except ChannelClosed as error:
-                # ParentLost may have been handled before these workers were known.
+                # `ParentLost` may have been handled before these workers were added, and then it has not reported their
+                # ends.
                 self._io.lose(workers, f"the worker parent is gone: {error}")
 
     @property
     def seating(self) -> contextlib.AbstractContextManager[object]:
-        """To hold while all seats of a generation in place are given out: no end is reported meanwhile.
+        """A lock to hold while the seats of a generation in place are given out: no end is reported meanwhile.
 
-        Else one that ends in its new seat, while others are still in their old ones, would be the last of its group.
+        Without the lock, a worker could end in its new seat while others are still in their old ones. It would count as
+        the last worker of the new generation, and `GroupEnded` would be wrong.
         """
         return self._io.seating
 
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
-        """Let the worker with `local_rank` in `generation` go on in that of `env`. Returns False if it has ended.
+        """Send a living worker its seat in another generation. Returns False if the worker has ended.
 
-        `listen` is as in `start`, for global rank 0; it is closed on this side.
+        Args:
+            local_rank: the worker's local rank.
+            generation: its present generation; 0: it has set up beside the training.
+            env: its new seat.
+            listen: the listening socket of the new generation's store, for global rank 0. It is closed on this side.
         """
         try:
             with self._io.seating:
                 worker = self._worker(local_rank, generation)
                 if worker is None or worker.gone or worker.ended:
                     return False
+                # A worker keeps the path of its error file in all its seats.
                 worker.env = replace(env, error_file=worker.env.error_file)
+                # The handover that led to the new seat is over, so its words must not hold the worker there.
                 page = worker.page
                 page.stop = page.go = page.save = 0
             self._io.seat(worker)
@@ -127,25 +144,25 @@ class WorkerGroup:
                 listen.close()
 
     def kill(self, generation: int, local_ranks: Sequence[int] = ()) -> None:
-        """Send SIGKILL to workers of `generation`, all or `local_ranks`, and to all processes of their sessions."""
+        """Send SIGKILL to all processes of the sessions of `generation`'s workers, or of those with `local_ranks`."""
         self._signal(generation, signal.SIGKILL, local_ranks, stops=True)
 
     def terminate(self, generation: int, number: int = signal.SIGTERM) -> None:
-        """Send SIGTERM, or `number`, to the main processes of `generation`."""
+        """Send SIGTERM, or the signal `number`, to the main processes of `generation`'s workers, and release them."""
         self._signal(generation, number, (), stops=True)
         self.release(generation)
 
     def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
-        """Send a signal that ends no process to workers of `generation`, all or `local_ranks`."""
+        """Send the signal `number`, which ends no process, to workers of `generation`: to all, or to `local_ranks`."""
         self._signal(generation, number, local_ranks, stops=False)
 
     def look(self, generation: int) -> None:
-        """Ask workers of `generation` to write on their pages what they do: their stacks and collectives."""
+        """Ask the workers of `generation` to write their stacks and their collectives on their status pages."""
         for worker in self._of(generation):
             worker.tell(Look())
 
     def release(self, generation: int) -> None:
-        """Let workers of `generation` end that linger because they hold its store, or wait for another seat."""
+        """Let workers of `generation` end that linger, because they hold the store or wait for another seat."""
         for worker in self._of(generation):
             worker.tell(Release())
 
@@ -157,11 +174,11 @@ class WorkerGroup:
         return worker.page
 
     def pids(self, generation: int) -> dict[int, int]:
-        """Process ids by local rank, of the workers of `generation` that run."""
+        """The process ids of the workers of `generation` that run, by local rank."""
         return {each.env.local_rank: each.pid for each in self._of(generation) if each.pid and not each.gone}
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop reading, within `timeout_s` seconds. Close the parent first: it ends the workers."""
+        """Stop reading, within `timeout_s` seconds. Close the worker parent first, because that ends the workers."""
         self._io.close(timeout_s)
 
     def _prepare(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
@@ -173,9 +190,9 @@ class WorkerGroup:
         theirs: contextlib.ExitStack,
         ours: contextlib.ExitStack,
     ) -> tuple[WorkerState, Start, list[int]]:
-        """The worker's state, the message that starts it, and its descriptors. Raises OSError.
+        """Make the worker's state, the message that starts it, and the list of its descriptors. Raises OSError.
 
-        `ours` closes what stays on this side, `theirs` what the worker gets.
+        `ours` closes the files that stay on this side, `theirs` those that the worker gets.
         """
         pipes: dict[str, int] = {}
         fds: list[int] = []
@@ -183,7 +200,8 @@ class WorkerGroup:
             pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
             ours.callback(os.close, pipes[stream])
             theirs.callback(os.close, writer)
-            os.set_blocking(pipes[stream], False)  # Only ours: a program expects that its stdout blocks.
+            # Only this end does not block: programs expect that their stdout blocks.
+            os.set_blocking(pipes[stream], False)
             fds.append(writer)
         channel, other_end = Channel.pair()
         ours.callback(channel.close)
@@ -205,6 +223,7 @@ class WorkerGroup:
         return state, start, [*fds, other_end.fileno(), page_fd]
 
     def _refuse(self, envs: Sequence[WorkerEnv], error: str) -> None:
+        """Report that none of these workers could be started."""
         for env in envs:
             failure = failure_of(env, Remains(EXIT_CANNOT_START, start_error=error))
             self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, failure))
@@ -218,7 +237,8 @@ class WorkerGroup:
                 worker.stopping |= stops
                 by_start.setdefault(worker.start, []).append(local_rank)
         for start, ranks in by_start.items():
-            with contextlib.suppress(ChannelClosed):  # The workers have ended with their parent.
+            # If the channel is closed, the workers have ended with their parent, and need no signal.
+            with contextlib.suppress(ChannelClosed):
                 self._parent.send(Signal(start, number, ranks))
 
     def _of(self, generation: int) -> list[WorkerState]:
@@ -226,14 +246,15 @@ class WorkerGroup:
 
     def _worker(self, local_rank: int, generation: int) -> WorkerState | None:
         found = [each for each in self._of(generation) if each.env.local_rank == local_rank]
+        # In generation 0 a worker may follow one of the same local rank that has ended. The living one counts.
         return next((each for each in found if not each.gone), found[0] if found else None)
 
 
 def _with_error_file(env: WorkerEnv, start: int) -> WorkerEnv:
-    """The same worker with the path of its error file, where there is no file yet; "" if none can be made.
+    """Return `env` with the path of the worker's error file, where no file exists yet; unchanged if none can be made.
 
-    A worker keeps its file in its later seats, and one that sets up beside the training may get the rank that it had
-    there. So the file has the number of its `start`.
+    A worker keeps its error file in its later seats, and two workers that set up beside the training may get the same
+    rank one after the other. So the file's name has the number of the worker's `start`.
     """
     if not env.run_dir:
         return env
@@ -241,6 +262,7 @@ def _with_error_file(env: WorkerEnv, start: int) -> WorkerEnv:
     try:
         make_directory(path.parent)
         path.unlink(missing_ok=True)
+    # The logs cannot be written either, and `Output` warns of that.
     except OSError:
-        return env  # The logs cannot be written either, and say so.
+        return env
     return replace(env, error_file=str(path))

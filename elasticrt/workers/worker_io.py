@@ -1,7 +1,7 @@
-"""One thread that reads the output and the channels of all workers, and the channel of their parent.
+"""Reads the output and the messages of all workers and of their parent, on one thread.
 
-It turns messages and ends of workers into events. Memory stays flat: a pipe is read only as fast as its output can be
-passed on.
+The thread turns messages and ends of workers into events. Memory stays flat: the thread reads a pipe only as fast as it
+can pass the output on.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from elasticrt.workers.logs import Output
 _LOG = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
+# The maximum to read from each pipe of a worker that has ended. A process that it has started may print on for ever.
 _LAST_READ_MAX_BYTES = 1 << 22
+# An unfinished line is shown when nothing was added to it for this time.
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_CHARACTERS = 1 << 18
+# After so many messages of one worker the thread looks at the others again.
 _MESSAGES_PER_TURN = 64
 _HAS_GPUS = gpus() > 0
 
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """The worker's process exists, since `at_ns` (CLOCK_MONOTONIC)."""
+    """The process `pid` of a worker exists, since `at_ns` (CLOCK_MONOTONIC)."""
 
     generation: int
     rank: int
@@ -53,10 +56,13 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerSaid:
-    """The worker sent a message.
+    """A worker has sent a message.
 
-    `answer` tells that process something, whatever seat it has by then, and does nothing if it has ended. `fd`: the
-    descriptor that came with the message, which the receiver owns; -1: none.
+    Attributes:
+        generation, rank, local_rank: the seat that the worker had when the message was read.
+        message: the message.
+        answer: sends a reply to the worker's process, whatever seat it has by then. Does nothing if it has ended.
+        fd: the descriptor that came with the message, which the receiver of this event owns; -1 for none.
     """
 
     generation: int
@@ -69,10 +75,14 @@ class WorkerSaid:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """The worker has ended, or is done and lingers. Exactly one such event comes for each worker.
+    """A worker has ended, or its script has ended and its process lingers. Exactly one such event comes for each
+    worker.
 
-    `code` is the exit code or minus the signal number. `failure` is None after code 0, and after this agent's own
-    SIGTERM or SIGKILL.
+    Attributes:
+        generation, rank, local_rank: the last seat of the worker.
+        pid: its process id; 0 if it could not be started.
+        code: its exit code, or minus the signal number.
+        failure: why it failed; None after code 0, and after this agent's own SIGTERM or SIGKILL.
     """
 
     generation: int
@@ -85,7 +95,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """All processes of this generation's workers have ended (0: of workers that set up beside the training)."""
+    """All processes of the workers of `generation` have ended; 0: those of workers that set up beside the training."""
 
     generation: int
 
@@ -94,11 +104,13 @@ GroupEvent = Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | Grou
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How many processes of this control group the kernel has killed for memory so far; 0 if that is unknown.
+    """The number of processes of this control group that the kernel has killed for memory so far; 0 if unknown.
 
-    A kill is counted in the group of the process, whichever group's limit was reached; in version 2 also in the groups
-    around it. So the count of this process's own group is right, or that of the nearest group that has one. `root`:
-    where /proc and /sys are.
+    The kernel counts a kill in the control group of the process, whichever group's limit was reached. With version 2 of
+    control groups, the groups around it count the kill as well. So the count of this process's own group is right, or
+    else that of the nearest group around it that has a count.
+
+    `root`: the directory with /proc and /sys.
     """
     for group, names in memory_groups(root):
         for line in text_of(group / names.events).splitlines():
@@ -110,46 +122,73 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(eq=False)
 class WorkerState:
-    """One worker, as the group and its thread share it."""
+    """One worker, as the `WorkerGroup` and the thread of `WorkerIO` share it.
 
-    start: int  # The number of the start that it was a part of, as its parent knows it.
-    env: WorkerEnv  # Its ranks in its present generation.
+    Attributes:
+        start: the number of the start to which the worker belongs. The worker parent knows the worker by this number.
+        env: the worker's seat in its present generation.
+        output: keeps and shows what the worker prints.
+        channel: the agent's end of the worker's channel.
+        page: the worker's status page.
+        pipes: the read ends of its stdout and stderr, by stream.
+        oom_kills: the count of processes killed for memory when the worker was started.
+        pid: its process id; 0 until it has been started.
+        ended: whether its `WorkerEnded` was sent.
+        gone: whether its process has ended.
+        stopping: whether the agent has sent it a signal to end.
+        read_at: when its output was last read, in seconds of the monotonic clock.
+        sending: held while a message is sent to the worker, and while its channel is closed.
+    """
+
+    start: int
+    env: WorkerEnv
     output: Output
     channel: Channel
     page: StatusPage
     pipes: dict[str, int]
-    oom_kills: int = 0  # The count of processes killed for memory when it was started.
-    pid: int = 0  # 0 until it has been started.
-    # `ended`: its `WorkerEnded` was sent; `gone`: its process has ended; `stopping`: the agent has told it to.
+    oom_kills: int = 0
+    pid: int = 0
     ended: bool = False
     gone: bool = False
     stopping: bool = False
-    read_at: float = 0.0  # When its output was last read (seconds of the monotonic clock).
+    read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send it a message with `fds`. Does nothing if it has ended: an event says so."""
+        """Send the worker a message with the descriptors `fds`, from any thread.
+
+        Does nothing if the worker has ended: an event tells of that.
+        """
         with self.sending, contextlib.suppress(ChannelClosed, OSError):
             if not self.gone:
                 self.channel.send(message, fds)
 
 
 class WorkerIO:
-    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue."""
+    """The thread that reads from workers and their parent. Any other thread may call the public methods.
+
+    Args:
+        sink: takes each event, on this thread. It must only put the event into a queue.
+
+    Attributes:
+        seating: a lock, held while workers get seats in another generation, and while the end of one is reported.
+    """
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
         self._sink = sink
-        self._workers: list[WorkerState] = []  # Those that are not gone.
-        self._flushing = False  # Whether `_flush` is due.
-        self.seating = threading.RLock()  # Held while workers get another generation, and while one's end is reported.
+        # The workers whose processes have not ended.
+        self._workers: list[WorkerState] = []
+        # Whether a timer for `_flush` is set.
+        self._flushing = False
+        self.seating = threading.RLock()
         self._thread = SelectorThread("elasticrt-group", self._end)
 
     def follow(self, parent: WorkerParent) -> None:
-        """Listen to a worker parent."""
+        """Read messages of this worker parent from now on."""
         self._thread.call(partial(self._thread.watch, parent, READ, partial(self._read_parent, parent)))
 
     def add(self, workers: Sequence[WorkerState]) -> None:
-        """Listen to workers, before they are started."""
+        """Read output and messages of these workers from now on. Call this before they are started."""
 
         def add() -> None:
             self._workers += workers
@@ -161,22 +200,23 @@ class WorkerIO:
         self._thread.call(add)
 
     def seat(self, worker: WorkerState) -> None:
-        """What this worker prints from now on is that of its new rank and generation."""
+        """Write what this worker prints from now on to the logs of its new rank and generation."""
         env = worker.env
 
         def seat() -> None:
             if worker in self._workers:
-                self._read_rest(worker)  # What it has printed so far is that of its old rank.
+                # What the worker has printed so far belongs to its old seat.
+                self._read_rest(worker)
                 worker.output.seat(env)
 
         self._thread.call(seat)
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
-        """These workers have ended with their parent, for this `reason`."""
+        """Report the ends of these workers, which have ended with their parent for this `reason`."""
         self._thread.call(partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread within `timeout_s` seconds, after what has arrived was read."""
+        """End the thread within `timeout_s` seconds, after it has read what has arrived."""
         self._thread.close(timeout_s)
 
     def _end(self) -> None:
@@ -190,7 +230,8 @@ class WorkerIO:
                     self._sink(event)
                 case ParentLost():
                     self._thread.forget(parent)
-                    # All that are known are its workers: the next parent starts none before this event was handled.
+                    # All known workers are children of this parent: the next parent starts none before the agent has
+                    # handled this event.
                     self._lost(list(self._workers), event.reason)
                     self._sink(event)
                 case Started():
@@ -202,24 +243,26 @@ class WorkerIO:
                         self._gone(worker, event.code, start_error=event.error)
 
     def _started_as(self, event: Started | Exited) -> list[WorkerState]:
-        """The worker that an event of the parent is about; none if it is gone already."""
+        """The worker that a message of the parent is about, as a list; empty if its process has ended already."""
         wanted = (event.generation, event.local_rank)
         return [each for each in self._workers if (each.start, each.env.local_rank) == wanted]
 
     def _lost(self, workers: Sequence[WorkerState], reason: str) -> None:
+        """Report that these workers were killed because their parent has ended."""
         for worker in workers:
             if not worker.gone:
                 self._gone(worker, -signal.SIGKILL, lost=reason)
 
     def _read_pipe(self, worker: WorkerState, stream: str, max_bytes: int) -> None:
-        """Pass on what is there, up to about `max_bytes`."""
+        """Pass on what the pipe holds, up to about `max_bytes`."""
         fd = worker.pipes.get(stream)
         while fd is not None and max_bytes > 0:
             try:
                 data = os.read(fd, _READ_BYTES)
             except BlockingIOError:
                 return
-            if not data:  # The worker has closed its end, and may go on without it.
+            # The worker, and all processes that it has started, have closed the pipe. They may run on without it.
+            if not data:
                 self._thread.forget(fd)
                 os.close(worker.pipes.pop(stream))
                 return
@@ -231,7 +274,7 @@ class WorkerIO:
                 self._thread.after(_FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
-        """Show unfinished lines to which nothing was added for a while: prompts, dots of progress."""
+        """Show unfinished lines to which nothing was added for a while, such as prompts and dots of progress."""
         quiet_since = time.monotonic() - _FLUSH_AFTER_S
         unfinished = [each for each in self._workers if each.output.unfinished]
         for worker in unfinished:
@@ -242,9 +285,10 @@ class WorkerIO:
             self._thread.after(_FLUSH_AFTER_S, self._flush)
 
     def _read_channel(self, worker: WorkerState) -> None:
+        """Take the messages of a worker, and notice that it has closed its channel."""
         try:
             count = 0
-            # Take what the channel has buffered: the selector does not see it.
+            # Messages that the channel has buffered are taken in any case: the selector does not see them.
             while count < _MESSAGES_PER_TURN or worker.channel.pending():
                 received = worker.channel.receive(0)
                 if received is None:
@@ -259,18 +303,21 @@ class WorkerIO:
             self._thread.forget(worker.channel)
 
     def _leaves(self, worker: WorkerState) -> None:
-        """Report the failure of a process that has closed its channel, if that is because it is ending.
+        """Report the failure of a process that has closed its channel because it is ending.
 
-        The kernel tells its parent of it later: it takes a tenth of a second or more to give a GPU's memory back.
+        This comes sooner than the exit status from the parent: before the parent can reap the process, the kernel gives
+        the memory of its GPU back, which takes a tenth of a second or more.
         """
         process = stat(worker.pid) if worker.pid and _HAS_GPUS else None
-        began = _stepped(worker) is not None  # Why it could not begin only its parent knows.
+        # Only the parent knows why a process could not begin its script.
+        began = _stepped(worker) is not None
         if process is not None and process.leaving and began and not worker.gone:
             self._read_rest(worker)
             with self.seating:
                 self._ended(worker, os.waitstatus_to_exitcode(process.leaving))
 
     def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
+        """Pass a worker's message on as an event. Raises ValueError for a message that workers do not send."""
         fd = fds.pop(0) if fds and isinstance(message, Copied) else -1
         for other in fds:
             os.close(other)
@@ -280,15 +327,16 @@ class WorkerIO:
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, worker.tell, fd))
         if isinstance(message, Done):
             self._ended(worker, message.code)
-            if worker.stopping:  # The group is being ended, so that its store is not needed any more.
+            # The process lingers because it holds the group's store. A group that is being ended needs no store.
+            if worker.stopping:
                 worker.tell(Release())
 
     def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
-        """The process has ended: read the rest of its output and messages, report its end, close its files."""
+        """Read the rest of the output and messages of a process that has ended, report its end, and close its files."""
         self._read_rest(worker)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
-        # A worker that is getting another seat ends either in its old generation or in the new one, and never in both.
+        # Under the lock, a worker that is getting another seat ends either in its old generation or in the new one.
         with self.seating:
             self._ended(worker, code, start_error=start_error, lost=lost)
             self._forget(worker)
@@ -297,12 +345,14 @@ class WorkerIO:
             self._sink(GroupEnded(generation))
 
     def _read_rest(self, worker: WorkerState) -> None:
-        """Read a worker's last words, which are in pipes of their own: the news of its end may have overtaken them."""
+        """Read what is left in a worker's pipes. News of its end comes by another channel, and may be faster."""
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
 
     def _forget(self, worker: WorkerState) -> None:
+        """Stop reading from a worker, and close its files."""
         self._workers.remove(worker)
+        # Another thread may be sending a message on the channel.
         with worker.sending:
             worker.gone = True
             self._thread.forget(worker.channel)
@@ -314,6 +364,7 @@ class WorkerIO:
         worker.output.close()
 
     def _ended(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
+        """Send the worker's `WorkerEnded`, unless it was sent already: a lingering process ends a second time."""
         if worker.ended:
             return
         worker.ended = True
@@ -322,7 +373,8 @@ class WorkerIO:
             pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
             left = Remains(
                 code,
-                error_file=text_of(Path(env.error_file), _ERROR_FILE_MAX_CHARACTERS),  # Only an exception writes it.
+                # Without an exception there is no error file, and the text is empty.
+                error_file=text_of(Path(env.error_file), _ERROR_FILE_MAX_CHARACTERS),
                 last_lines=worker.output.tail(),
                 log_path=worker.output.path,
                 step=worker.page.step or None,
@@ -333,6 +385,8 @@ class WorkerIO:
                 lost=lost,
                 oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,
             )
+            # A worker that the agent stops counts as failed only if an exception has ended it, and not the agent's
+            # signal.
             by_us = code in (-signal.SIGTERM, -signal.SIGKILL) or not raised(left).exception
             if not (worker.stopping and by_us):
                 failure = failure_of(env, left)
@@ -340,7 +394,7 @@ class WorkerIO:
 
 
 def _stepped(worker: WorkerState) -> bool | None:
-    """Whether it has made a step; None if its page was never used, because then its steps are not marked either."""
+    """Whether a worker has made a step; None if its page was never used: then its steps are not on the page either."""
     page = worker.page
     seen = page.begun_at_ns or page.init_at_ns
     return True if page.step or page.beats else False if seen else None
