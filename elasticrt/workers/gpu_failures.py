@@ -1,7 +1,7 @@
-"""Which failure of a GPU ended a worker, and its remedy, from the worker's last words. Pure.
+"""Tells which failure of a GPU ended a worker, and its remedy, from the worker's last error message. Pure.
 
-CUDA reports an error at the next call, and keeps it for the rest of the process, so the traceback often points at
-innocent code. The words are exact, so only they are matched.
+CUDA reports an error at a later call, and repeats it for the rest of the process, so the traceback often points at
+innocent code. The words of the message are exact, so only they are matched.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuCause:
-    """Why a GPU fails."""
+    """A cause for which a GPU fails.
 
-    name: str  # A few words.
-    remedy: str  # What to do about it.
-    words: str = ""  # A pattern of the words that name it, in any case.
-    # Whether the GPU may be bad, so that this node must be checked before it starts a worker again.
+    Attributes:
+        name: the cause, in a few words.
+        remedy: what to do about it.
+        words: a pattern of the messages that name the cause, in any case of letters.
+        suspect: whether the GPU may be broken, so that this node must be checked before it starts a worker again.
+    """
+
+    name: str
+    remedy: str
+    words: str = ""
     suspect: bool = False
 
 
 _RESET = "Drain the node and reset the GPU (`nvidia-smi --gpu-reset`) or reboot; if it comes again, have it replaced"
 _DEBUG = "CUDA_LAUNCH_BLOCKING=1 shows the line, compute-sanitizer the access"
-# The first that matches counts: a GPU that is lost causes several of these messages.
+# The first cause that matches counts: a GPU that is lost causes several of these messages. An Xid is the number of an
+# error in the NVIDIA driver's kernel log.
 _CAUSES = (
     GpuCause(
         "the GPU has fallen off the bus",
@@ -114,13 +121,14 @@ _CAUSES = (
     ),
 )
 
+# Other errors of CUDA, cuBLAS and cuDNN.
 _ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
 
 
 def gpu_cause(text: str) -> GpuCause | None:
-    """The cause that an exception's type and text name; None if they mention no GPU.
+    """The cause that `text`, an exception's type and message, names; None if it mentions no GPU.
 
-    Other output must not be passed: it may be advice, or about a failure that was handled.
+    Do not pass other output of a worker: it may be advice, or tell of a failure that was handled.
     """
     for cause in _CAUSES:
         if re.search(cause.words, text, re.IGNORECASE):
@@ -130,5 +138,5 @@ def gpu_cause(text: str) -> GpuCause | None:
 
 
 def suspects_gpu(summary: str) -> bool:
-    """Whether the summary of a failure names a cause that makes the GPU suspect."""
+    """Whether the `summary` of a failure names a cause for which the GPU may be broken."""
     return any(cause.suspect and cause.name in summary for cause in _CAUSES)

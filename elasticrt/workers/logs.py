@@ -1,7 +1,8 @@
-"""The output of workers: whole lines go to the console, all of it to a file per rank and stream, its end to reports.
+"""Handles the output of workers: whole lines go to the console, everything to log files, the end of it to reports.
 
-Bytes are passed on unchanged, because output need not be text. Nothing here may stop the training: a file that cannot
-be written is given up with one warning, and memory stays flat however much is printed.
+There is one log file per rank and stream. Bytes are passed on unchanged, because output need not be text. Nothing here
+may stop the training: a file that cannot be written is given up with one warning, and memory stays flat however much a
+worker prints.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from elasticrt.run_options import RunOptions
 
 _LOG = logging.getLogger(__name__)
 
+# The end of a worker's error output that is kept for reports.
 TAIL_LINES_MAX = 60
 TAIL_MAX_BYTES = 16 * 1024
-# A longer line is passed on in pieces, between which other workers' output may come.
+# A longer line is passed on in pieces. Output of other workers may come between the pieces.
 LINE_MAX_BYTES = 64 * 1024
+# The limit of one log file. What a worker prints after that is not kept.
 FILE_MAX_BYTES = 256 * 1024 * 1024
 
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
-    """A file of a worker below the run's `directory`, by `kind`: "out" and "err" (its logs), "stacks", ..."""
+    """The path of a worker's file below the run's `directory`. `kind`: "out" and "err" for its logs, "stacks", ..."""
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
 def newest_generation(directory: str | Path) -> int:
-    """The highest generation that has logs in a run's directory, 0 for none."""
-    # An embedded etcd forgets its run's generations. Their numbers must not be used again: the logs would be mixed.
+    """The highest generation that has logs in a run's `directory`; 0 for none."""
+    # A fresh embedded etcd knows nothing of the run's earlier generations. If their numbers were used again, logs of
+    # two generations would be in one file.
     try:
         names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
     except OSError:
@@ -48,26 +52,35 @@ def newest_generation(directory: str | Path) -> int:
 
 @dataclass(eq=False)
 class Line:
-    """A line that has no end yet: what there is of it, and how many bytes of that the console was given."""
+    """A line that has no end yet.
+
+    Attributes:
+        text: what the worker has printed of the line so far.
+        shown: how many bytes of it the console has got.
+    """
 
     text: bytearray = field(default_factory=bytearray)
     shown: int = 0
 
 
 class WorkerConsole:
-    """This process's stdout and stderr (`fds`), which all workers share: whole lines, each with a prefix."""
+    """The console that all workers share: whole lines, each with a prefix.
+
+    Args:
+        fds: the descriptor of each stream; None: this process's stdout and stderr.
+    """
 
     def __init__(self, fds: Mapping[str, int] | None = None) -> None:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
 
     def write(self, line: Line, stream: str, prefix: bytes, count: int) -> None:
-        """Write the first `count` bytes of `line`, with `prefix`, as far as they are not there already."""
+        """Write the first `count` bytes of `line` to `stream`, with `prefix`, without those that are shown already."""
         if stream not in self._fds:
             return
         try:
             text = bytes(line.text[:count])
             with std_streams.turn(self._fds[stream], text, line) as (goes_on, end):
-                # What another writer has ended in between is written again, so that the line is whole.
+                # If another writer has ended this unfinished line meanwhile, the line is written again from its start.
                 text = text[line.shown :] if goes_on else text
                 lines = text.splitlines(keepends=True) if prefix else [text]
                 std_streams.put(self._fds[stream], end + (b"" if goes_on else prefix) + prefix.join(lines))
@@ -77,7 +90,7 @@ class WorkerConsole:
 
 
 class _File:
-    """One log file: created by the first write, never larger than its limit."""
+    """One log file. The first write creates it, and it never grows beyond FILE_MAX_BYTES."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,9 +120,16 @@ class _File:
 
 
 class Output:
-    """The output of one `worker`, kept and shown by `options`, on a `console`."""
+    """The output of one worker.
 
-    _warned: bool = False  # Of the class: a full disk is reported once, not by each worker and generation.
+    Args:
+        worker: the worker's seat.
+        options: which output is shown, with which prefix, and whether it is kept.
+        console: where it is shown.
+    """
+
+    # Belongs to the class, so that a full disk is reported once, and not by each worker in each generation.
+    _warned: bool = False
 
     def __init__(self, worker: WorkerEnv, options: RunOptions, console: WorkerConsole) -> None:
         self._options = options
@@ -117,15 +137,16 @@ class Output:
         self._lines = {OUT: Line(), ERR: Line()}
         self._tail = bytearray()
         self._files: dict[str, _File] = {}
-        self._last_path = ""  # Of the seat before.
+        # The path of the log in the seat before: the new seat has none until something is printed.
+        self._last_path = ""
         self.seat(worker)
 
     def seat(self, worker: WorkerEnv) -> None:
-        """From now on this is the output of `worker`, whose rank and generation its prefix and its files have."""
+        """Use the prefix and the log files of the seat `worker` from now on."""
         self._last_path = self.path
         self.close()
         options = self._options
-        # The names that a prefix may contain: torchrun's and ours.
+        # The names that a prefix may contain: those of torchrun, and some of elasticrt.
         names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
         names |= {"generation": worker.generation, "role_name": worker.role}
         self._prefix = os.fsencode(Template(options.prefix or "").safe_substitute(names))
@@ -139,17 +160,17 @@ class Output:
 
     @property
     def path(self) -> str:
-        """The file with the error output, or with the plain output if there is only that; "" if neither is kept."""
+        """The path of the log of the error output, else of the plain output; "" if neither is kept."""
         written = [self._files[stream] for stream in (ERR, OUT) if stream in self._files]
         return next((str(file.path) for file in written if file.used), self._last_path)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a piece of a line waits for its end."""
+        """Whether a part of a line is not shown yet, because the line has no end."""
         return any(len(line.text) > line.shown for line in self._lines.values())
 
     def write(self, stream: str, data: bytes) -> None:
-        """Take `data` that was read from the worker's `stream`."""
+        """Keep and show `data` that was read from the worker's `stream`."""
         if stream == ERR:
             self._tail += data[-TAIL_MAX_BYTES:]
             del self._tail[:-TAIL_MAX_BYTES]
@@ -158,7 +179,7 @@ class Output:
             return
         line = self._lines[stream]
         line.text += data
-        # A progress bar ends its lines with a carriage return, and is to be seen moving.
+        # A progress bar ends its lines with a carriage return, so that also ends a line here: the bar should move.
         end = max(line.text.rfind(b"\n"), line.text.rfind(b"\r")) + 1
         if end == 0 and len(line.text) > LINE_MAX_BYTES:
             end = len(line.text)
@@ -168,7 +189,7 @@ class Output:
             line.shown = 0
 
     def flush(self) -> None:
-        """Show unfinished lines as they are, because nothing more follows soon."""
+        """Show unfinished lines as they are."""
         for stream, line in self._lines.items():
             if len(line.text) > line.shown:
                 self._console.write(line, stream, self._prefix, len(line.text))
@@ -176,6 +197,7 @@ class Output:
 
     def tail(self) -> list[str]:
         """The last lines of the error output, for a report."""
+        # Of a progress bar only the last state of the line is kept: what follows its last carriage return.
         text = self._tail.decode(errors="replace").replace("\r\n", "\n").removesuffix("\n")
         return [line.rpartition("\r")[2] for line in text.split("\n")][-TAIL_LINES_MAX:] if text else []
 

@@ -1,9 +1,9 @@
-"""The training states that a node keeps in memory: what its workers copy now and then, and when they hand over.
+"""Keeps copies of the training state in a node's memory: workers copy it now and then, and when they hand over.
 
-It keeps the two newest copies of the running workers, because a leader may have chosen the last but one when the last
-arrives; and one copy of the step that the running generation resumed from, so that the next one can resume from there
-if this one fails before it has a newer copy. A memory file has no name: the kernel frees it when its last descriptor is
-closed, at the latest with the agent.
+The cache has the two newest copies of the running workers, because the leader may have chosen the older one when the
+newer one arrives. It also has one copy of the step from which the running generation has resumed: if the generation
+fails before it has a newer copy, the next one resumes from there. A memory file has no name: the kernel frees it when
+its last descriptor is closed, at the latest with the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ COPIES_MAX = 2
 
 
 class SnapshotCache:
-    """Used by the agent's thread. `kept` is the copy that the running generation resumed from, or one of that step."""
+    """The copies that one node keeps. Only the agent's main thread uses it.
+
+    Args:
+        close: closes a memory file.
+
+    Attributes:
+        kept: the copy from which the running generation has resumed, or another copy of the same step; None without
+            one.
+    """
 
     def __init__(self, close: Callable[[int], None] = os.close) -> None:
         self._close_file = close
@@ -27,20 +35,23 @@ class SnapshotCache:
 
     @property
     def newest(self) -> Copy | None:
-        """The newest copy that the next generation could resume from if the running one failed now."""
+        """The newest copy from which the next generation could resume if the running one failed now."""
         return self._copies[-1][0] if self._copies else self.kept
 
     def put(self, copy: Copy, fd: int) -> None:
-        """Keep a copy that the running workers have taken, in the memory file `fd`, which is owned from now on."""
-        # The copy of a handover may arrive before an older one that was still being written.
+        """Keep a `copy` that the running workers have taken. The cache owns its memory file `fd` from now on."""
+        # The copy of a handover may arrive before an older copy that was still being written, so they are sorted.
         self._copies = sorted([*self._copies, (copy, fd)], key=lambda each: each[0].step)
         while len(self._copies) > COPIES_MAX:
             self._close(self._copies.pop(0)[1])
 
     def renew(self, resumed: Copy | None) -> None:
-        """Begin a generation that resumes from the copy `resumed`; None: from disk, or from nothing."""
+        """Begin a generation that resumes from the copy `resumed`; None: from disk, or from nothing.
+
+        Only a copy of the same step is kept.
+        """
         held = [*self._copies, (self.kept, self._kept_fd)]
-        # Another node's copy of the same step is as good: it is only needed when that node has left.
+        # `resumed` may be another node's copy. A copy of this node of the same step then serves if that node is lost.
         same = [(copy, fd) for copy, fd in held if copy and resumed and copy.step == resumed.step]
         exact = [(copy, fd) for copy, fd in same if copy == resumed]
         chosen = next(iter(exact or same), (None, -1))
@@ -51,12 +62,12 @@ class SnapshotCache:
         self._copies = []
 
     def forget(self) -> None:
-        """Drop the copy that the running generation is to resume from, because it is damaged."""
+        """Drop the copy from which the running generation is to resume, because it is damaged."""
         self._close(self._kept_fd)
         self.kept, self._kept_fd = None, -1
 
     def descriptor(self, resumed: Copy | None) -> int:
-        """The memory file of the copy `resumed`, which stays owned here; -1 when this node does not have it."""
+        """The memory file of the copy `resumed`, which the cache still owns; -1 if this node does not have the copy."""
         return self._kept_fd if resumed is not None and self.kept == resumed else -1
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""The sockets that a node holds for the stores of future generations, in case it gets rank 0 in one of them."""
+"""Holds listening sockets for the stores of future generations, in case this node gets rank 0 in one of them.
+
+A port that is bound before ranks are agreed on cannot be taken by another process in between.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from elasticrt.ipc.proc import listening
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at a free port of `address`, an IP address of this machine. Raises ConfigError."""
+    """Return a socket that listens at a free port of `address`, an IP address of this machine.
+
+    `backlog`: the maximum of connections that wait to be accepted. Raises ConfigError.
+    """
     try:
         return listening(address, backlog=backlog)
     except OSError as error:
@@ -21,7 +27,12 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 class StorePorts:
-    """Bound, listening sockets on one address; `port` is that of the newest, which the member key announces."""
+    """The listening sockets that one node holds.
+
+    Attributes:
+        port: the port of the newest socket, which the member key announces.
+        address: the address of the newest socket.
+    """
 
     def __init__(self) -> None:
         self.port = 0
@@ -31,8 +42,9 @@ class StorePorts:
     def bind(self, address: str) -> None:
         """Hold a new socket at `address`, an IP address of this machine. Raises ConfigError.
 
-        The one before is kept as well, because a leader may still choose its port before it reads the new one. Keys in
-        a store have the generation's nonce in their name.
+        The socket before is kept as well: a leader that has not read the new port yet may still choose the old one.
+        Even if two generations come to one port, their keys do not meet: they have the generation's nonce in their
+        names.
         """
         self.address = address
         bound = listen(address, 1024)
@@ -42,7 +54,11 @@ class StorePorts:
         self._held[self.port] = bound
 
     def take(self, port: int, *, shared: bool) -> socket.socket | None:
-        """The socket of `port`, for the caller. `shared`: workers inherit it; otherwise they bind the port anew."""
+        """Return the socket of `port` to the caller; None if this node does not hold it.
+
+        `shared`: the worker inherits the socket, so this is a duplicate, and the port stays bound here. Otherwise the
+        worker binds the port anew, so the socket is given away.
+        """
         if port not in self._held:
             return None
         return self._held[port].dup() if shared else self._held.pop(port)
