@@ -1,4 +1,8 @@
-"""What an agent says: events for programs, lines on stderr for people, and at a terminal a last line that changes."""
+"""Writes what an agent tells: events for programs, lines on stderr for people, and a last line that changes at a
+terminal.
+
+The sentences come from `story.sentences`. An agent folds its own events into a `Story`, as all other views of a run do.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,14 @@ from elasticrt.story.sentences import to_go_on
 from elasticrt.text import log_line, plain, shell
 
 WAIT_SAID_EVERY_S = 10.0
-"""At most this often a line says which nodes are waited for."""
+"""The shortest time between two lines about the nodes for which the agent waits."""
 
 DRAWN_EVERY_S = 0.4
-"""The last line changes at most this often."""
+"""The shortest time between two changes of the last line."""
 
 GOODPUT_SHARE = 1e-3
-"""The goodput is summed up again after such a share of the run's time: it cannot have changed more than that."""
+"""The goodput is summed up again after this share of the run's time. In that time it cannot change by more than the
+same share."""
 
 _STANDS_BY_UNTIL = {
     "now": "",
@@ -49,26 +54,29 @@ _STANDS_BY_UNTIL = {
 
 
 class Console:
-    """The console of one agent.
+    """The console of one agent. Only the agent's main thread uses it.
 
     Args:
-        settings: the agent's.
+        settings: the agent's settings.
         edges: makes the event log, and the lines that say how to join.
 
     Attributes:
         events: the node's event log.
-        story: the events that this agent has written, folded.
+        story: the run's story, folded from the events of this agent and from what it has heard of others.
     """
 
     def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
         self._how_to_join = edges.how_to_join
+        # Whether stderr can no longer be written.
         self._unheard = False
         self._joined = False
-        self._stood_by = 0  # The newest generation without this node that was printed.
+        # The newest generation without this node that was printed.
+        self._stood_by = 0
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
         self.story = Story()
         self._changes = Changes(self.story, whole=False)
+        # Sentences to print at the next `tick`.
         self._told: list[Told] = []
         self.events.follow(self._hear)
         self._last_line: LastLine | None = None
@@ -77,16 +85,22 @@ class Console:
         self._doing: Doing | None = None
         self._doing_since = 0.0
         self._waiting_said, self._wait_said_at = "", 0.0
-        self._head = ""  # The nonce of the newest checkpoint of the run.
+        # The nonce of the run's newest checkpoint.
+        self._head = ""
         self._node = settings.node
 
     @property
     def narrates(self) -> bool:
-        """Whether lines are printed: not with --events-fd, whose reader gets events, nor after stderr was closed."""
+        """Whether lines are printed: not with --events-fd, whose reader gets events, and not after stderr was
+        closed."""
         return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str, kind: str = "said", *, level: str = "info", **fields: Any) -> None:
-        """Print `text`, each line after our name. With --log-format json, `kind`, `level` and `fields` are added."""
+        """Print `text`, each line with the prefix `elasticrt: `.
+
+        With --log-format json the line also has `kind`, `level` and `fields`. With --quiet, lines of level "info" are
+        left out.
+        """
         if not self.narrates or (self._settings.options.quiet and level == "info"):
             return
         if self._settings.options.log_format == "json":
@@ -96,7 +110,8 @@ class Console:
             lines = "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines())
         try:
             self._unheard = not write(sys.stderr, lines)
-        except Unwritable:  # A full disk or a closed terminal must not end the run.
+        # A full disk or a closed terminal must not end the run.
+        except Unwritable:
             self._unheard = True
 
     def warn(self, text: str) -> None:
@@ -104,17 +119,22 @@ class Console:
         self.say(text, "warning", level="warning")
 
     def _hear(self, record: events.Record) -> None:
+        """Fold an event that this agent writes, and note the sentences that it brings."""
         told = self._changes.tell(record)
         self._told += told if self.narrates else []
 
     def heard(self, generation: int, rank: int, step: Step) -> None:
-        """Note a `step` of a worker. Where rank 0 is not here, it is no event of this node: the last line shows it."""
+        """Note a `step` of a worker in the story.
+
+        Only rank 0's node writes steps as events. On any other node, the steps of its lowest rank keep the last line
+        current.
+        """
         newest, ranks = self.story.workers.get(self._node, (0, {}))
         if generation == newest and ranks and 0 < rank == min(ranks):
             self._note(events.Step(generation, step.step, step.epoch, step.scalars), step.at_ns / 1e9)
 
     def _saw(self, head: Stored[Commit] | None, now: float) -> None:
-        """Note the newest checkpoint of the run in the same way, if it is another one than before."""
+        """Note a new checkpoint of the run in the story. Only rank 0's node writes it as an event."""
         nonce = head.record.nonce if head is not None else ""
         if head is not None and nonce != self._head and self.story.chapters:
             _, ranks = self.story.workers.get(self._node, (0, {}))
@@ -123,17 +143,18 @@ class Console:
         self._head = nonce
 
     def _saved(self, step: int) -> None:
-        """Note up to which step the run is saved, of which a node that stands by has not heard."""
+        """Note in the story up to which `step` the run is saved: a node that stands by has not heard of all commits."""
         if self.story.chapter is not None and step > self.story.checkpoint:
             self._note(events.Committed(step, self.story.chapter.number), self.story.last - self.zero)
 
     def _note(self, event: events.Event, at: float) -> None:
+        """Fold an event of another node at `at`, in seconds of the monotonic clock, without writing it."""
         self.story.tell(events.Record(event, self._node, at, at + self.zero))
 
     # The last line of a terminal.
 
     def open_last_line(self) -> None:
-        """Keep a line at the end of the terminal, if stderr is one and --quiet is not given."""
+        """Keep a line at the end of the terminal, if stderr is a terminal and --quiet is not given."""
         options = self._settings.options
         if self.narrates and not options.quiet and options.log_format == "text" and fits(sys.stderr, os.environ):
             self._last_line = LastLine(sys.stderr)
@@ -154,8 +175,8 @@ class Console:
 
         Args:
             now: seconds of the monotonic clock.
-            doing: what the agent waits for; None: nothing.
-            step: the last step that this node's workers have finished, if it is known.
+            doing: what takes the agent's time besides training; None: nothing.
+            step: the last step that this node's workers have finished; None if unknown.
             head: the newest checkpoint of the run.
         """
         self._saw(head, now)
@@ -174,7 +195,7 @@ class Console:
             self._last_line.draw("  ".join(filter(None, (words, self._standing(now, step)))))
 
     def alarms(self, now: float) -> list[float]:
-        """When `tick` is due after `now`, by the monotonic clock."""
+        """The times after `now` at which `tick` is due, in seconds of the monotonic clock."""
         due = self._changes.due() if self.narrates else None
         found = [due - self.zero] if due is not None else []
         if self.narrates and self._doing is not None and self._doing.for_people:
@@ -185,15 +206,17 @@ class Console:
 
     @property
     def zero(self) -> float:
-        """The zero of the monotonic clock in the story's time, which is seconds since 1970."""
+        """What to add to a time of the monotonic clock to get the story's time, which is seconds since 1970."""
         first = self.story.lives[0] if self.story.lives else None
         return first.begin - first.started_at if first is not None else 0.0
 
     def _say_changes(self, now: float) -> None:
-        # A millisecond later: the sum is rounded, and an alarm that came too early would not come again.
+        # A millisecond more than `now`: the sum is rounded, and an alarm that comes a little too early is not set
+        # again.
         told, self._told = [*self._told, *self._changes.tick(now + self.zero + 1e-3)], []
         for chapter, text in told:
-            if self._node not in chapter.nodes:  # Said when it began.
+            # `generation` has printed this generation when it began.
+            if self._node not in chapter.nodes:
                 continue
             generation, pids = self.story.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
@@ -206,7 +229,7 @@ class Console:
             self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
 
     def _standing(self, now: float, step: int | None) -> str:
-        """The state of the run, for the last line."""
+        """The state of the run in words, for the last line."""
         story, at = self.story, now + self.zero
         newest = max(story.newest, step or 0)
         if newest and now >= self._goodput_at:
@@ -214,7 +237,7 @@ class Console:
         return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
 
     def joined(self, me: Me, meeting: Meeting) -> None:
-        """Say that this agent has become a member, in the etcd of `meeting`, and how other nodes join."""
+        """Say that this agent has become a member, in the etcd of `meeting`, and how other nodes can join."""
         settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
         self.events.rename(name)
         self._node, self._joined = name, True
@@ -234,7 +257,8 @@ class Console:
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """Say that the run goes on from `step`: no node may discard what others have done, so --fresh is ignored."""
+        """Say that --fresh is ignored, and the run goes on from `step`: no node may discard what others have
+        trained."""
         self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
@@ -243,14 +267,17 @@ class Console:
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
 
     def committed(self, event: events.Committed) -> None:
-        """Write that a checkpoint is committed, and say it where the one before could not be saved."""
+        """Write the `event` of a commit. Also print it if the checkpoint before could not be saved."""
         missed = self.story.unsaved
         self.events.write(event)
         if missed is not None:
             self.warn(sentences.saved_again(event))
 
     def published(self, decision: Publish, before: View) -> None:
-        """Note which nodes of `before` the published generation has lost: not those that have left in order."""
+        """Write which nodes the published generation has lost, compared with the view `before`.
+
+        Nodes that have left in order are not lost.
+        """
         stay = {seat.incarnation for seat in decision.seats}
         for seat in before.order() if decision.draft.kind == "lost" else ():
             key, how = before.members.get(seat.node), how_gone(before, seat)
@@ -259,19 +286,25 @@ class Console:
                 self.events.write(events.MemberLost(lost=seat.node, how=f"{seat.node} {how}"))
 
     def generation(self, view: View, me: Me, tell: Callable[[Generation, tuple[str, ...]], None]) -> None:
-        """Say and `tell` once that the generation of `view` runs without this node, `me`. Others are in the story."""
+        """Say once that the generation of `view` runs without this node, `me`, which stands by.
+
+        `tell` takes that generation and the names of its nodes. Generations with this node are printed from the story.
+        """
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return
         new, seat = view.generation.record, view.seat_of(me.record)
-        if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
+        # No node stands by for a generation of an earlier attempt.
+        if new.attempt != me.attempt or seat is not None:
             return
         leader = view.members.get(view.oldest or "")
         runs = leader is not None and leader.record.generation == view.number
+        # That generation ended before this node joined, and the next one follows.
         if not runs and view.deserted:
-            return  # That generation ended before this node joined, and the next one follows.
+            return
         self._stood_by = view.number
         tell(new, tuple(seat.node for seat in view.order()))
-        self._say_changes(-math.inf)  # What the generation before leaves to be said comes first.
+        # Only sentences that are there already: those about the generation before come first.
+        self._say_changes(-math.inf)
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
         room = new.nodes < me.spec.max_nodes and not (new.waits or me.record.draining)
         until = _STANDS_BY_UNTIL[me.spec.join] if room else ""
@@ -281,10 +314,14 @@ class Console:
     def left(
         self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0, known: bool = True
     ) -> None:
-        """Say how it went, what is saved (`head`) when this node leaves by `decision`, and how to go on.
+        """Say how the run went on this node, which leaves it, what is saved, and how to go on.
 
-        `lost`: the step that this node was to save is not saved, and nobody saves it any more. `late_after`: the step
-        that its workers have finished, if they could not hand over in time. `known`: whether `head` is the newest one.
+        Args:
+            decision: the decision to leave.
+            head: the newest committed checkpoint that this node knows; None without one.
+            lost: whether the step that this node had to save is not saved, so that nobody saves it any more.
+            late_after: the last step that the workers have finished, if they could not hand over in time; else 0.
+            known: whether `head` is certainly the newest checkpoint.
         """
         chapter, reached = self.story.chapter, head.reached if head is not None else 0
         alone = chapter is not None and chapter.nodes == (self._node,)
@@ -316,14 +353,15 @@ class Console:
         self.say(how_to_go_on(self._settings.run_id, saved))
 
     def stopped(self, code: int) -> None:
-        """This agent ends with `code`. If it was never a member, its name may be another agent's: no event then."""
+        """Write that this agent ends with `code`, and close the event log."""
         self.close_last_line()
+        # An agent that was never a member writes no event: its node's name may be that of another agent.
         if self._joined:
             self.events.write(events.AgentStopped(code=code))
         self.events.close()
 
     def ended(self, result: Result, *, leads: bool) -> None:
-        """Say the `result` of the run; the node that `leads` shows the failure's report."""
+        """Say the `result` of the run. The node that `leads` also prints the report of a failure."""
         self._saved(result.step)
         self._say_changes(math.inf)
         self.close_last_line()
@@ -339,7 +377,7 @@ class Console:
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 
     def _summarize(self) -> None:
-        """Say how the run went, as far as this node knows, and where more is told."""
+        """Say how the run went, as far as this node knows, and which command tells more."""
         for line in summary(self.story):
             self.say(line, "summary")
         if self.story.chapters and self._settings.run_dir.is_dir():

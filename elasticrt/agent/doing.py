@@ -1,4 +1,4 @@
-"""What an agent waits for, in words for its terminal. Pure."""
+"""Tells what an agent waits for, in words for its terminal. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from elasticrt.rendezvous.registration import same_process
 from elasticrt.rendezvous.view import View
 from elasticrt.story.sentences import lasted
 
+# What takes less than this time is not shown.
 SHOWN_AFTER_S = 2.0
 
 _NODES, _NAME = "waiting for nodes", "waiting for this node's name"
@@ -18,12 +19,12 @@ _NODES, _NAME = "waiting for nodes", "waiting for this node's name"
 
 @dataclass(frozen=True)
 class Doing:
-    """Something that takes time.
+    """Something that takes an agent's time.
 
     Attributes:
-        what: its name, which identifies it.
-        more: its state.
-        until: when it ends at the latest, by the monotonic clock; None: unknown.
+        what: its name. The same name is the same wait.
+        more: its present state, in words.
+        until: when it ends at the latest, in seconds of the monotonic clock; None if unknown.
     """
 
     what: str
@@ -32,21 +33,21 @@ class Doing:
 
     @property
     def for_people(self) -> bool:
-        """Whether people may have to do something, so that it is a line of its own."""
+        """Whether people may have to act. Such a wait is printed as a line of its own."""
         return self.what in (_NODES, _NAME)
 
 
 def doing(  # noqa: PLR0912  It is one column of guards.
     me: Me, view: View, decision: Decision, *, workers: str, drain_until: float | None
 ) -> Doing | None:
-    """What a member does besides training; None: nothing.
+    """What takes a member's time besides training; None: nothing.
 
     Args:
-        me: its own state.
-        view: what it knows of the run.
+        me: the member's own state.
+        view: what the member knows of the run.
         decision: its newest decision.
-        workers: what its workers do before their first step; "" when they train.
-        drain_until: until when it waits for its workers to hand over; None: it does not leave.
+        workers: what its workers do before their first step, in words; "" when they train.
+        drain_until: until when the member waits for its workers to hand over; None if it does not leave.
     """
     named = view.members.get(me.record.node)
     if isinstance(decision, Register) and named is not None and not same_process(named.record, me.record):
@@ -77,7 +78,8 @@ def doing(  # noqa: PLR0912  It is one column of guards.
         if lacks > len(newcomers):
             parts.append(f"{lacks - len(newcomers)} missing")
         return Doing(_NODES, ", ".join(parts))
-    runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
+    # After a new attempt has begun, the generation may still be one of the attempt before.
+    runs = generation is not None and generation.attempt == me.attempt
     if runs and view.seat_of(me.record) is not None:
         if workers:
             return Doing(workers)
@@ -91,6 +93,9 @@ def doing(  # noqa: PLR0912  It is one column of guards.
 
 
 def in_words(found: Doing, since: float, now: float) -> str:
-    """`waiting for nodes 12 s: a, b here, 1 missing; gives up in 9 min 48 s`."""
+    """The line about a wait: `waiting for nodes 12 s: a, b here, 1 missing; gives up in 9 min 48 s`.
+
+    `since`: when the wait began; `now`: the present time. Both are seconds of the monotonic clock.
+    """
     text = f"{found.what} {lasted(now - since)}" + (f": {found.more}" if found.more else "")
     return text + (f"; gives up in {lasted(found.until - now)}" if found.until is not None else "")

@@ -1,7 +1,9 @@
-"""What an agent touches besides its own state: time, random numbers, network, processes, files. One value.
+"""The edges of an agent, as one value: all that it touches besides its own state. Time, random numbers, network,
+processes, files.
 
-No other file of the agent reads a clock, opens a connection or starts a thread, so the simulator in `tests/virtual`
-runs the production agent with other edges.
+An agent takes its clock, connections, processes and threads from this value, so the simulator in `tests/virtual` runs
+the production agent with other edges. There are two exceptions, which decide nothing: the health port and the last line
+of a terminal read the clock themselves.
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ from elasticrt.workers.store_ports import StorePorts
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges of one agent; the defaults are the real ones."""
+    """The edges of one agent. The defaults are this machine's; most are the functions and classes of the same name."""
 
     clock: Clock = time
     queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
-    token: Callable[[], str] = lambda: secrets.token_hex(8)  # An incarnation, a nonce.
+    # Makes an incarnation, or a nonce.
+    token: Callable[[], str] = lambda: secrets.token_hex(8)
     meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
     how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
     lease_session: Callable[..., LeaseSession] = LeaseSession
     store_proxy: Callable[..., StoreProxy] = StoreProxy
     prober: Callable[..., Prober] = Prober
-    probe: Callable[[str, int, str], str] = ask  # Waits for the answer; `prober` does not.
+    # Waits for the answer of one agent, while a newcomer has no loop yet. `prober` asks in the background.
+    probe: Callable[[str, int, str], str] = ask
     probe_server: Callable[..., ProbeServer] = ProbeServer
     store_ports: Callable[[], StorePorts] = StorePorts
     event_log: Callable[..., EventLog] = EventLog
@@ -52,5 +56,7 @@ class Edges:
     take_stacks: Callable[..., None] = stacks.take
     state_of: Callable[[int], str] = proc.state_of
     cpu_s: Callable[[Iterable[int]], float] = proc.cpu_s
-    close_file: Callable[[int], None] = os.close  # One that a worker has sent.
-    seats_per_chunk: int = SEATS_PER_CHUNK  # Of a roster, on average.
+    # Closes a memory file that a worker has sent.
+    close_file: Callable[[int], None] = os.close
+    # The average number of seats in a chunk of a roster.
+    seats_per_chunk: int = SEATS_PER_CHUNK

@@ -10,21 +10,25 @@ from elasticrt.liveness.probe import CONNECTIONS_MAX
 from elasticrt.liveness.prober import OPEN_AT_ONCE
 
 FILES_OF_AGENT = 64
-"""For modules being loaded, etcd, the worker parent, logs, the copies in memory. About 30 are in use."""
+"""Descriptors for modules being loaded, etcd, the worker parent, logs, and copies in memory. About 30 are in use."""
 
 FILES_OF_WORKER = 9
-"""Two pipes, two logs and the channel; while the worker starts also its ends of these, and its status page."""
+"""Descriptors for each worker: two pipes, two logs and the channel; while the worker starts, also its ends of the pipes
+and of the channel, and its status page."""
 
 
 def files_needed(workers: int, nodes: int) -> int:
-    """How many files an agent with so many `workers` opens, in a run of up to so many `nodes`. Pure."""
+    """The number of files that an agent with so many `workers` opens, in a run of up to so many `nodes`. Pure.
+
+    In the worst case the agent probes all other nodes, and all others probe it.
+    """
     return FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
 
 
 def allow_files(workers: int, nodes: int) -> None:
-    """Raise this process's soft limit to what is needed. Raises ConfigError if the hard limit is lower.
+    """Raise this process's soft limit to `files_needed` for these `workers` and `nodes`. Workers inherit the limit.
 
-    `workers` and `nodes` are as in `files_needed`. Workers inherit the limit.
+    Raises ConfigError if the hard limit is lower.
     """
     needed = files_needed(workers, nodes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,8 +1,8 @@
 """Answers `GET /live`, `/ready` and `/metrics` over HTTP, for schedulers, Prometheus and people with curl.
 
-Its thread only reads what the agent last noted (`agent.health_state`). It neither waits for the agent nor asks etcd, so
-it answers while both are stuck, and it cannot delay the agent. It serves no secrets and takes no orders. A client that
-is slow, or sends too much, is disconnected.
+The server's thread only reads what the agent last noted (`agent.health_state`). It neither waits for the agent nor asks
+etcd, so it answers while both are stuck, and it cannot delay the agent. It serves no secrets and takes no orders. A
+client that is slow, or sends too much, is disconnected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INSTALL = "metrics need prometheus-client on this node: pip install 'elasticrt[m
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 REQUEST_S = 2.0
-"""From the connection to the end of the answer."""
+"""The limit of a request, from the connection to the end of the answer."""
 
 REQUEST_MAX_BYTES = 8192
 CLIENTS_MAX = 64
@@ -47,16 +47,16 @@ LIVE, READY, METRICS = "/live", "/ready", "/metrics"
 
 
 class HealthServer:
-    """Answers from when it is made until `close`.
+    """The server of one agent's health port. It answers from its construction until `close`.
 
     Args:
-        host: an address or a name of this machine.
-        port: where to listen there; 0: any free one.
-        noted: the first of what the agent notes.
+        host: the address, or a name of this machine, at which to listen.
+        port: the port; 0 for any free one.
+        noted: the agent's first state.
 
     Attributes:
-        noted: the newest; the agent replaces it each time its loop goes round.
-        url: where it answers.
+        noted: the agent's newest state. The agent replaces it each time its loop goes round.
+        url: where the server answers.
 
     Raises ConfigError when the address or the port cannot be had.
     """
@@ -68,7 +68,8 @@ class HealthServer:
         self.url = f"http://{bracketed(host)}:{listener.getsockname()[1]}"
         self._metrics: Metrics | None = None
         self._no_metrics = INSTALL
-        with contextlib.suppress(ImportError):  # Without prometheus-client the answer says what to install.
+        # Without prometheus-client, the answer to /metrics says what to install.
+        with contextlib.suppress(ImportError):
             from elasticrt.agent.metrics import Metrics
 
             self._metrics = Metrics()
@@ -85,16 +86,17 @@ class HealthServer:
         self._server.start()
 
     def tell(self, record: events.Record) -> None:
-        """Take note of an event; the metrics do it on the thread that answers. From any thread."""
+        """Pass an event to the metrics, on the thread that answers. Any thread may call this."""
         if self._metrics is not None:
             self._thread.call(partial(self._of_metrics, lambda metrics: metrics.tell(record)))
 
     def close(self) -> None:
-        """Stop answering: from now on the port refuses."""
+        """Stop answering. From now on the port refuses connections."""
         self._server.close()
         self._thread.close()
 
     def _asked(self, client: Client, request: bytes) -> None:
+        """Answer one HTTP request."""
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
         kind = "application/json"
         if is_foreign(fields_of_request, self._names):
@@ -112,7 +114,7 @@ class HealthServer:
         self._server.answer(client, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
 
     def _of_metrics(self, act: Callable[[Metrics], bytes | None]) -> bytes | None:
-        """What `act` returns; None without metrics. An error ends the metrics, and nothing else."""
+        """What `act` returns for the metrics; None without metrics. An error ends the metrics, and nothing else."""
         try:
             return act(self._metrics) if self._metrics is not None else None
         except Exception as error:
@@ -122,9 +124,10 @@ class HealthServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. A port in use is refused, not shared: the other agent would answer for this one."""
+    """A listening socket. It does not share its port: another agent there would answer for this one."""
     try:
-        host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
+        # Raises UnicodeError for a text that is no host name at all, before there is a socket.
+        host.encode("idna")
         return listening(host, port, CLIENTS_MAX)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
@@ -137,17 +140,20 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def own_names(host: str) -> set[str]:
-    """By which names this machine may be asked at `host`: those that it knows without a look-up, which may hang."""
+    """The names by which clients may ask this machine at `host`: those it knows without a DNS look-up, which may
+    hang."""
     hosts, resolv = (text_of(Path(path)) for path in ("/etc/hosts", "/etc/resolv.conf"))
     return {"", "localhost", host.lower(), *names_of(socket.gethostname(), hosts, resolv)}
 
 
 def names_of(hostname: str, hosts: str, resolv: str) -> set[str]:
-    """The name of a machine, and its full names: those beside it in /etc/hosts, and in the search domains. Pure.
+    """The names of the machine `hostname`: its own, those beside it in /etc/hosts, and those in the search domains.
+    Pure.
 
-    `hosts` and `resolv` are the texts of /etc/hosts and /etc/resolv.conf. The machine's administrator has written the
-    former. A page can only have one of the latter if its DNS answers for a search domain: then the short name leads to
-    that page as well.
+    The administrator of the machine has written /etc/hosts, so its names are safe. A web page can only have a name in a
+    search domain if its DNS server answers for that domain, and then the short name leads to the page as well.
+
+    `hosts` and `resolv`: the texts of /etc/hosts and /etc/resolv.conf.
     """
     own = hostname.lower()
     names, domains = {own}, list[str]()
@@ -159,10 +165,12 @@ def names_of(hostname: str, hosts: str, resolv: str) -> set[str]:
 
 
 def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
-    """Whether the header `fields` of a request name a host that is not this one. Pure.
+    """Whether the header `fields` of a request name another host than this machine. Pure.
 
-    By DNS rebinding a web page can make a browser ask this port, but the browser then sends the page's own host name.
-    IP addresses cannot be rebound, and a client that sends no host is no browser. `names`: those of this machine.
+    By DNS rebinding a web page can make a browser ask this port, but the browser then sends the host name of the page.
+    An IP address cannot be rebound, and a client that sends no host is no browser.
+
+    `names`: the names of this machine.
     """
     for field in fields:
         name, _, value = field.partition(":")
@@ -176,7 +184,7 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
 
 
 def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
-    """Status and body for the `request_line` of a request, about what was `noted`, at `now` (monotonic seconds)."""
+    """The status and the body of the answer to `request_line`, from the state `noted`, at `now` (monotonic seconds)."""
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = target.partition("?")[0]
     if question not in (LIVE, READY):

@@ -1,10 +1,10 @@
-"""Whether an agent is live and its node ready, from what the agent notes about itself. Pure.
+"""Decides whether an agent is live and its node ready, from what the agent notes about itself. Pure.
 
-*Live*: the agent's loop goes round. A scheduler replaces an agent whose loop does not.
+*Live*: the agent's loop goes round. A scheduler should replace an agent whose loop is stuck.
 
-*Ready*: the node is of use to the run, because it trains or could train at once. A node whose etcd is away trains on,
-so it stays ready; so does one that starts its workers anew. One that hears neither etcd nor another node of its
-generation is not ready.
+*Ready*: the node is of use to the run, because it trains or could train at once. A node trains on while its etcd is
+away, so it stays ready. A node that restarts its workers stays ready too. A node that hears neither etcd nor another
+node of its generation is not ready.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from elasticrt.story import sentences
 from elasticrt.story.fold import Story
 
 CUT_OFF_S = 10.0
-"""Other nodes are asked once a second, and their agents answer in milliseconds, whatever their workers do."""
+"""A node that has heard neither etcd nor another node for this time is cut off. It asks the others once a second, and
+their agents answer in milliseconds, whatever their workers do."""
 
 LIVE_S = 60.0
-"""An agent's turn takes milliseconds; one that asks an etcd that does not answer takes a few timeouts of seconds."""
+"""A loop that has not gone round for this time is stuck. A turn takes milliseconds; if etcd does not answer, it takes a
+few timeouts of some seconds."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question, with its reason."""
+    """The answer to "live?" or "ready?", with its reason in words."""
 
     ok: bool
     reason: str
@@ -36,22 +38,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthState:
-    """What an agent notes about itself each time its loop goes round. Times are on its monotonic clock, in seconds.
+    """What an agent notes about itself each time its loop goes round. Times are seconds of its monotonic clock.
 
     Attributes:
-        run_id, node: the run, and this node's name.
+        run_id: the run's name.
+        node: this node's name.
         phase: "joining" before it is a member, then "member", then "ending".
         turned_at: when its loop last went round, or when the phase began.
-        limit_s: how long its loop may rightly not go round in this phase.
-        readiness: of a member: whether its node is ready.
-        lease: "connected", "suspended" or "lost"; "" before there is one.
-        etcd_answer_s: how long etcd's newest answer took; None before there was one.
-        etcd_away_s: how long etcd has not answered; None while it does.
-        generation, nodes, world_size: of the run; 0 before the first generation.
-        ranks: first and last rank of this node in the run's generation; None without a seat in it.
-        step: the last step that all its workers have finished; None while that is unknown.
-        standing_s: for how long no step has been made, once it is known why; else 0.
-        slow: the node that is slow, and how many times as long as the others' its own work takes; None: none is known.
+        limit_s: how long the loop may take for a turn in this phase.
+        readiness: whether the node of a member is ready; None before it is a member.
+        lease: "connected", "suspended" or "lost"; "" before there is a lease.
+        etcd_answer_s: how long etcd's newest answer took; None before the first answer.
+        etcd_away_s: for how long etcd has not answered; None while it answers.
+        generation: the number of the run's generation; 0 before the first.
+        nodes, world_size: the numbers of nodes and of workers of that generation; 0 if none of its nodes is left.
+        ranks: the first and the last rank of this node in that generation; None without a seat there.
+        step: the last step that all workers of this node have finished; None while that is unknown.
+        standing_s: for how long no step has been made, once the reason is known; else 0.
+        slow: the node that is slow, and how many times as long as the others' its own work takes; None without one.
     """
 
     run_id: str
@@ -83,10 +87,17 @@ def member(
     step: int | None,
     answer_s: float | None = None,
 ) -> HealthState:
-    """What a member notes about itself at `now`, in seconds of the monotonic clock.
+    """What a member notes about itself.
 
-    `me`, `view` and `outage` are the member's; `story` is what its own events tell, and `told_at` is `now` there. For
-    `step` and `answer_s` see `HealthState`.
+    Args:
+        me: the member's own state.
+        view: what the member knows of the run.
+        outage: the state of its way to etcd.
+        now: seconds of the monotonic clock.
+        story: the run as the member's own events tell it.
+        told_at: `now` in the story's time.
+        step: as in `HealthState`.
+        answer_s: as `HealthState.etcd_answer_s`.
     """
     seat = view.seat_of(me.record) if view.roster_known else None
     generation = view.generation.record if view.generation else None
@@ -94,9 +105,10 @@ def member(
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
     trouble, slow, doing = sentences.trouble(story, told_at), story.slow, sentences.doing(story)
     if me.report is not None and me.report.failure is not None and me.report.generation == view.number:
-        # Of another node's failure the events of this one do not tell, and no generation does while etcd is away.
+        # The story tells of a failure as soon as a generation names it as its cause. While etcd is away there is none,
+        # so the node's own report tells of it.
         trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
-    # The leader knows all members. Where none of the newest generation is left, they wait for nodes.
+    # Only the leader knows all members. If none of them has a seat in the newest generation, no node runs it any more.
     runs = generation is not None and not (view.leads and view.roster_known and view.deserted)
     number = view.number if runs else 0
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
@@ -124,15 +136,15 @@ def member(
 def readiness(
     me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float, doing: str = "trains"
 ) -> Finding:
-    """Whether a member trains, or stands by and could train.
+    """Whether a member's node is ready: it trains, or stands by and could train at once.
 
     Args:
-        me: its own state.
-        seat: its seat in the run's generation.
-        generation: that generation's number, 0 before the first and where no node of it is left.
-        away_s: how long etcd has not answered; None while it does.
-        alone_s: how long no other node of its generation has answered either.
-        doing: what the nodes of that generation do.
+        me: the member's own state.
+        seat: its seat in the run's generation; None without one.
+        generation: that generation's number; 0 before the first, and if none of its nodes is left.
+        away_s: for how many seconds etcd has not answered; None while it answers.
+        alone_s: for how many seconds no other node of the generation has answered either.
+        doing: what the nodes of the generation do, in words.
     """
     if me.leaving or me.record.draining:
         return Finding(False, f"on its way out: {me.leaving or 'draining'}")
@@ -157,7 +169,7 @@ def readiness(
 
 
 def live(noted: HealthState, now: float) -> Finding:
-    """Whether the agent's loop goes round, by what it has `noted`, at `now`."""
+    """Whether the agent's loop goes round at `now`, by what the agent has `noted`."""
     still_s = now - noted.turned_at
     if still_s > noted.limit_s:
         return Finding(False, f"the agent has been {noted.phase} without a turn for {still_s:.0f} s")
@@ -165,9 +177,10 @@ def live(noted: HealthState, now: float) -> Finding:
 
 
 def ready(noted: HealthState, now: float) -> Finding:
-    """Whether the node is ready, by what its agent has `noted`, at `now`.
+    """Whether the node is ready at `now`, by what its agent has `noted`.
 
-    It stays ready while steps stand still, and says for whom the others wait: its replacement may be no remedy.
+    The node stays ready while steps stand still, and the reason says for which rank the others wait: to replace this
+    node may be no remedy.
     """
     alive = live(noted, now)
     if not alive.ok:

@@ -1,7 +1,8 @@
-"""Workers that set up beside the training until they get seats: newcomers, and replacements of workers that died.
+"""Keeps account of workers that set up beside the training: newcomers, and replacements of workers that died.
 
-They run the script up to its loop in a world of one, however long that takes. A worker that fails there, or in its seat
-before its first step, is started again, with a delay that grows until one makes a step.
+Such a worker runs the script up to its loop in a world of one, however long that takes, and then gets a seat. A worker
+that fails before that, or in its seat before its first step, is started again after a delay. The delay grows until a
+worker makes a step.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from elasticrt.rendezvous.view import View
 
 
 class JoiningWorkers:
-    """The joining workers of one node. It starts and ends no process; its owner does.
+    """The joining workers of one node. This class only keeps account: the supervisor starts and ends the processes.
 
     Attributes:
-        ranks: local ranks of workers that set up, or have finished that and have no seat yet.
-        new: local ranks of workers that were let in, and have made no step since.
-        ending: local ranks whose processes are being ended; they get no new one before that.
-        at: when the next try is due; None if nothing has failed.
-        beside: the generation that they set up beside, and this node's index in it; None: nothing to set up beside.
+        ranks: local ranks of workers that set up, or that have set up and have no seat yet.
+        new: local ranks of workers that have got their first seat, and have made no step since.
+        ending: local ranks whose processes are being ended. No new worker starts there before that is done.
+        at: when the next try is due, in seconds of the monotonic clock; None if nothing has failed.
+        beside: the generation beside which workers set up, and this node's group rank there; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,10 @@ class JoiningWorkers:
         self._wait_s = JOIN_AGAIN_S
 
     def start(self, workers: int, seated: Collection[int], now: float) -> list[int]:
-        """The local ranks to start at `now`, which then count as started: of all `workers`, those not `seated`."""
+        """Return the local ranks to start at `now`. From then on they count as started.
+
+        `workers`: the number of workers of this node; `seated`: the local ranks that have a worker in a seat.
+        """
         if self.beside is None or (self.at is not None and now < self.at):
             return []
         self.at = None
@@ -42,28 +46,33 @@ class JoiningWorkers:
         return missing
 
     def let_in(self, local_ranks: Collection[int]) -> None:
-        """Workers of these local ranks have got seats; those of them that have set up here are new."""
+        """Note that workers of these local ranks have got seats. Those that have set up beside the training are new."""
         self.new |= self.ranks & set(local_ranks)
         self.ranks -= set(local_ranks)
 
     def trained(self, local_rank: int) -> None:
-        """A worker has made its first step in its seat. If no other one of this node has to, the delay is short again.
+        """Note that a worker has made its first step in its seat.
 
-        Workers that were there before make a first step in each generation, also while one that joins fails each time.
+        The delay is short again once no worker is new, sets up, or waits for its next try.
         """
         self.new.discard(local_rank)
+        # The step of an old worker proves nothing: old workers make a first step in every generation, also while a
+        # worker that joins fails each time.
         if not self.new and not self.ranks and self.at is None:
             self._wait_s = JOIN_AGAIN_S
 
     def lost(self, local_rank: int) -> bool:
-        """The process of `local_rank`, which had a seat, has ended. Returns whether it was new there."""
+        """Note that the worker of `local_rank`, which had a seat, has ended. Returns whether it was new there."""
         self.ending.discard(local_rank)
         was_new = local_rank in self.new
         self.new.discard(local_rank)
         return was_new
 
     def ended(self, local_rank: int, now: float) -> float | None:
-        """The process of `local_rank` has ended at `now`. Returns the seconds to the next try, None for no try."""
+        """Note that a worker without a seat has ended at `now`. Returns the seconds to the next try.
+
+        None for a worker that does not count any more, because it was given up or all joining was stopped.
+        """
         self.ending.discard(local_rank)
         if local_rank not in self.ranks:
             return None
@@ -71,20 +80,21 @@ class JoiningWorkers:
         return self.failed(now)
 
     def failed(self, now: float) -> float:
-        """A worker has failed at `now` before its first step. Returns the seconds to the next try, of all that have."""
+        """Note that a worker has failed at `now` before its first step. Returns the seconds to the next try."""
+        # Workers that fail together are tried again together, and double the delay once.
         if self.at is None:
             self.at = now + self._wait_s
             self._wait_s = min(2 * self._wait_s, JOIN_AGAIN_S_MAX)
         return max(0.0, self.at - now)
 
     def give_up(self, local_ranks: Collection[int], now: float) -> None:
-        """The processes of these local ranks, setting up or seated, are being ended at `now`, because they hang."""
+        """Note that the workers of these local ranks are being ended at `now`, because they hang."""
         if self.new & set(local_ranks):
             self.failed(now)
         self._end(local_ranks)
 
     def stop(self) -> bool:
-        """Let no worker join any more. Returns whether there are processes to end."""
+        """Let no worker join any more. Returns whether processes of joining workers are to be ended."""
         doomed = bool(self.ranks)
         self._end(self.ranks)
         self.new.clear()
@@ -98,9 +108,10 @@ class JoiningWorkers:
 
 
 def others_go_on(view: View, node: str) -> bool:
-    """Whether workers of other nodes than `node` train on, so that its missing workers can set up beside them."""
+    """Whether workers of other nodes train on, so that the missing workers of `node` can set up beside them."""
     if view.generation is None or view.ended:
         return False
     known = [entry.record for entry in view.members.values() if entry.record.node != node]
+    # A member's key tells it by itself (`ready`), or the leader's key tells it for all (`goes_on`).
     told = any(view.number in (each.goes_on, each.generation if each.ready else 0) for each in known)
     return view.generation.record.in_place or told

@@ -1,7 +1,8 @@
-"""The last line of a terminal, which changes while other output scrolls by above it.
+"""Draws the last line of a terminal, which changes while other output scrolls by above it.
 
-Its text comes from `story.sentences`. It has no thread: its owner draws it, and every writer to the terminal removes it
-meanwhile (`ipc.std_streams.turn`). An unfinished line of a worker, such as a progress bar's, takes its place.
+The text comes from `story.sentences`. The line has no thread: its owner draws it, and every writer to the terminal
+removes it while it writes (`ipc.std_streams.turn`). An unfinished line of a worker, such as a progress bar, takes its
+place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from elasticrt.ipc.std_streams import emit, held
 from elasticrt.text import plain
 
 FLOOD_S = 0.05
-"""Output that comes faster than this is printed without the line, which returns when it is drawn next."""
+"""While output comes at shorter intervals than this, the line is not drawn again after each piece. It returns when its
+owner draws it next."""
 
 
 def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
@@ -29,17 +31,18 @@ def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
 
 
 def fitted(text: str, columns: int) -> str:
-    """As much of `text` as so many `columns` of a terminal show, with an ellipsis if that is not all."""
+    """As much of `text` as `columns` of a terminal can show, with an ellipsis if that is not all."""
     ends = list(accumulate(map(_columns, text)))
     return text if not ends or ends[-1] <= columns else text[: bisect_right(ends, columns - 1)] + "…"
 
 
 def _columns(letter: str) -> int:
+    """The columns that a character takes: 0 if it combines with the one before, 2 for wide East Asian characters."""
     return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
 class LastLine:
-    """The last line of the terminal `stream`. `draw` belongs to one thread, `aside` to all."""
+    """The last line of the terminal `stream`. One thread calls `draw`; any thread may use `aside`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,7 +51,7 @@ class LastLine:
         self._drawn_at = 0.0
 
     def draw(self, text: str) -> None:
-        """Show `text` from now on; "": no line."""
+        """Show `text` from now on; "" for no line."""
         with held():
             if text != self._text or not self._there:
                 self._text = text
@@ -56,7 +59,10 @@ class LastLine:
 
     @contextmanager
     def aside(self, ends_line: bool) -> Iterator[None]:
-        """Remove the line while something else is written to the terminal, in this context. The lock is held."""
+        """A context without the line, for writing something else to the terminal. The caller holds the terminal's lock.
+
+        `ends_line`: whether that output ends with a line end. Otherwise the line stays away.
+        """
         if self._there:
             self._there = False
             self._put("\r\x1b[K")
@@ -71,20 +77,22 @@ class LastLine:
         if self._unfinished or not (self._text or self._there):
             return
         self._there, self._drawn_at = bool(self._text), time.monotonic()
-        # A line that fills the last column would begin another one.
+        # One column stays free: a line that fills the last column makes the terminal begin another one.
         shown = fitted(plain(self._text), self._width() - 1)
         self._put("\r" + (f"\x1b[1m{shown}\x1b[0m" if shown else "") + "\x1b[K")
 
     def _width(self) -> int:
-        """Columns of the terminal, by COLUMNS if that is set; 80 if it does not know."""
+        """The columns of the terminal, by COLUMNS if that is set; 80 if unknown."""
         try:
             there = os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError):  # It was closed.
+        # The terminal was closed.
+        except (OSError, ValueError):
             there = os.terminal_size((0, 0))
         return shutil.get_terminal_size((there.columns or 80, there.lines)).columns
 
     def _put(self, text: str) -> None:
         try:
             emit(self._stream, text)
-        except (OSError, ValueError):  # The terminal was closed. The next real output reports that.
+        # The terminal was closed. The next real output reports that.
+        except (OSError, ValueError):
             self._text = ""

@@ -1,6 +1,6 @@
-"""How an agent reaches the store: the connection, the lease, its member's requests, and those of its workers.
+"""An agent's access to the store: the connection, the lease, the requests of its member and those of its workers.
 
-It is opened once, and a second time only when an embedded etcd has died and a fresh one takes its place.
+An agent opens it once. It opens it again only when an embedded etcd has died and a fresh one takes its place.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from elasticrt.workers.logs import newest_generation
 
 log = logging.getLogger(__name__)
 
+# How long `close` waits for the thread of the store proxy, and for that of the lease.
 CLOSE_S = 2.0
 
 
 class Membership:
-    """The membership of one agent. Used by the agent's thread only.
+    """The membership of one agent. Only the agent's main thread uses it.
 
     Args:
-        settings: the agent's.
-        events: the queue of its loop.
+        settings: the agent's settings.
+        events: the queue of the agent's loop.
         edges: how etcd is found and reached.
-        told_to_leave: whether a signal waits in the queue, so that waiting for etcd is pointless.
+        told_to_leave: returns whether a signal waits in the queue. Waiting for etcd is then pointless.
 
     Attributes:
-        meeting: the open store.
-        session, driver, proxy: set by `open`: what keeps the lease, what carries out the member's requests, and what
-            carries out those of the workers.
+        meeting: the open store, and how it is reached.
+        session: keeps the lease alive. Set by `open`, as the next two are.
+        driver: carries out the member's requests to the store.
+        proxy: carries out the workers' requests to the store.
+
+    Raises StoreError and ConfigError if etcd cannot be found or reached.
     """
 
     session: LeaseSession
@@ -62,7 +66,10 @@ class Membership:
         self.meeting: Meeting = edges.meet(settings, told_to_leave)
 
     def open(self, member: Member) -> Result | None:
-        """Let the member join. Returns a Result if the run has succeeded before. Raises DuplicateError, StoreError."""
+        """Let the `member` join the run. Returns the run's result if it has succeeded before, else None.
+
+        Raises DuplicateError, StoreError.
+        """
         settings, edges, store, put = self._settings, self._edges, self.meeting.store, self._queue.put
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
@@ -75,39 +82,45 @@ class Membership:
         result = self.driver.run(member.join(how))
         if result is not None:
             return result
+        # The store is new to this run. An embedded etcd ends with its run, so its logs may tell a result that the fresh
+        # etcd does not know.
         new = not (member.me.started or member.view.number or options.again) and len(member.view.members) == 1
         ended = self.how_it_ended(member) if new else None
         if ended is not None and ended.status == "succeeded":
             self.leave(member)
             return ended
+        # A fresh embedded etcd must not number generations below those that have logs here.
         record = member.me.record
         seen = max(record.seen, newest_generation(settings.run_dir))
         member.me = replace(member.me, record=record.model_copy(update={"seen": seen}))
         return None
 
     def how_it_ended(self, member: Member) -> Result | None:
-        """How the run has ended, by its logs: an embedded etcd, with its result, has ended with the run."""
+        """The run's result as its event logs tell it; None without one, and with an external etcd.
+
+        An embedded etcd ends with the run, and the result in the store with it.
+        """
         found = newest_result(self._settings.run_dir) if self.meeting.served is not None else None
         return Result(attempt=member.me.attempt, generation=0, **vars(found)) if found is not None else None
 
     def embedded_died(self) -> bool:
-        """Whether an embedded etcd was used and its keeper has ended."""
+        """Whether this agent uses an embedded etcd whose keeper process has ended."""
         served = self.meeting.served
         return served is not None and not served.lives()
 
     def open_fresh(self, member: Member) -> None:
-        """Join again with a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
+        """Join again at a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
         self.close()
         self.meeting = self._edges.meet(self._settings, self._told_to_leave)
         member.begin_anew()
         self.open(member)
 
     def leave(self, member: Member, *, seat_too: bool = False) -> None:
-        """Delete the member key, whatever state it is in; with `seat_too` its seat is given up as well.
+        """Delete the key of `member`. With `seat_too` also give its seat up, so that others need not probe for it.
 
-        If etcd does not answer, the key is deleted when the lease ends. It is gone with an embedded etcd that has
-        ended.
+        If etcd does not answer, the key vanishes when the lease ends.
         """
+        # The key has ended with its embedded etcd.
         if self.embedded_died():
             return
         try:
@@ -116,7 +129,7 @@ class Membership:
             log.warning("etcd could not be told: %s; the lease will tell the others", error)
 
     def close(self) -> None:
-        """Stop the watches, revoke the lease, close the connections."""
+        """Stop the watches, revoke the lease, close the connections. `open` may have failed, or never been called."""
         if hasattr(self, "proxy"):
             self.proxy.close(CLOSE_S)
             self.driver.close()

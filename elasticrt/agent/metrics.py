@@ -1,6 +1,7 @@
-"""What an agent exports to Prometheus, from its own events and from what it last noted about itself.
+"""Exports an agent's metrics to Prometheus, from its own events and from what it last noted about itself.
 
-Used by the thread of the health port alone, and imported only there: the extra `metrics` brings prometheus-client.
+Only the thread of the health port uses this file, and only `agent.health_server` imports it: prometheus-client comes
+with the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from elasticrt.story.fold import Story
 PAUSE = "pause"
 """The label of a whole recovery, beside those of its phases."""
 
+# The upper bounds of the histogram's buckets.
 LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Metrics:
-    """The metrics of one node."""
+    """The metrics of one node. prometheus-client knows it as a collector."""
 
     def __init__(self) -> None:
         self._story = Story()
+        # The seconds of each bucket as they were last exported.
         self._exported = dict.fromkeys(BUCKETS, 0.0)
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
@@ -46,23 +49,24 @@ class Metrics:
         self._registry.register(self)
 
     def tell(self, record: events.Record) -> None:
-        """Take note of an event of this node."""
+        """Take note of an event of this node, in its `record`."""
         self._story.tell(record)
         if isinstance(record.event, events.Copied):
             self._copied = record.event
 
     def text(self, noted: HealthState, now: float) -> bytes:
-        """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
+        """All metrics in Prometheus' text format, with what the agent has `noted`, at `now` (monotonic seconds)."""
         self._noted, self._now = noted, now
-        for life in self._story.lives[-1:]:  # An agent has one.
+        # The story of one agent has at most one life.
+        for life in self._story.lives[-1:]:
             self._told_at = life.begin - life.started_at + now
             spent = life.spans.known_at(self._told_at)
-            # What is not final may turn out to be less, and a counter only grows.
+            # The time of a bucket that is not final may still shrink, but a Prometheus counter must never fall.
             self._exported = {name: max(before, spent.get(name, 0.0)) for name, before in self._exported.items()}
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus-client calls for each answer."""
+        """Yield all metrics. prometheus-client calls this for each answer, and when the collector is registered."""
         if self._noted is None:
             return
         yield from self._of_node(self._noted)
@@ -99,7 +103,8 @@ class Metrics:
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
         )
         _, here = story.workers.get(node, (0, {}))
-        for rank in here:  # In another generation this node may have had other ranks.
+        # Only this node's present ranks: in an earlier generation the node may have had others.
+        for rank in here:
             if rank in story.work:
                 own_work.add_metric([str(rank)], story.work[rank][-1][1])
         yield own_work
@@ -107,7 +112,8 @@ class Metrics:
         away_s = sum(end - begin for begin, end in story.times_without_etcd(self._told_at))
         yield _counter("etcd_unanswered_seconds", "How long etcd did not answer this node, in all.", "", {"": away_s})
         redone = sum(chapter.redone or 0 for chapter in story.chapters)
-        failed = sum(not each.hang or each.node == node for each in story.troubles)  # All nodes tell of a hang.
+        # All nodes write an event about a hang. It counts on the node that has it.
+        failed = sum(not each.hang or each.node == node for each in story.troubles)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Its workers that failed or hung, and nodes it has taken out.", "", {"": failed})
         if story.samples:
@@ -124,7 +130,7 @@ class Metrics:
 
 
 def _gauge(name: str, text: str, value: float | None) -> Metric:
-    """One number; none where it is not known."""
+    """A metric with one number; without a number if `value` is None, because it is unknown."""
     found = GaugeMetricFamily(f"elasticrt_{name}", text)
     if value is not None:
         found.add_metric([], value)
@@ -132,7 +138,7 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
 
 
 def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    """Numbers that only grow, by the values of `label`; "": one without."""
+    """A metric of numbers that only grow, by the values of `label`; "" for a single number without a label."""
     found = CounterMetricFamily(f"elasticrt_{name}", text, labels=[label] if label else [])
     for of, value in values.items():
         found.add_metric([of] if label else [], value)
@@ -140,7 +146,7 @@ def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric
 
 
 def _recoveries(story: Story) -> Metric:
-    """How long recoveries took on this node, as a whole and by phase."""
+    """The histogram of how long recoveries took on this node, as a whole and by phase."""
     seconds: dict[str, list[float]] = {PAUSE: []}
     for chapter in story.chapters:
         if chapter.pause_s is not None:

@@ -1,4 +1,7 @@
-"""This machine's network interfaces and their addresses. Gloo and NCCL take names of interfaces, not addresses."""
+"""Lists this machine's network interfaces and their addresses. Gloo and NCCL take names of interfaces, not addresses.
+
+Python's standard library has no function for that, so this file calls `getifaddrs` of the C library.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from elasticrt.errors import ConfigError
 LOOPBACK = "lo"
 
 _ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
-"""Offset and length of the address in a `struct sockaddr` of that family."""
+"""The offset and the length of the address in a `struct sockaddr`, by address family."""
 
 
 class _Entry(ctypes.Structure):
-    """The beginning of a `struct ifaddrs`."""
+    """The beginning of a `struct ifaddrs`. Its fields follow below, because one of them points to the same type."""
 
 
 _Entry._fields_ = [
@@ -30,8 +33,10 @@ _Entry._fields_ = [
 def interface_of(address: str) -> str:
     """The name of the interface that has this IP address; "" if none has it."""
     wanted = ipaddress.ip_address(address)
-    if wanted.is_loopback:  # All of 127.0.0.0/8 is loopback, but only one address of it is listed.
+    # All of 127.0.0.0/8 is loopback, but the kernel lists only one address of it.
+    if wanted.is_loopback:
         return LOOPBACK
+    # The zone of an IPv6 link-local address is the name of its interface: fe80::1%eth0.
     zone = getattr(wanted, "scope_id", None)
     if zone is not None:
         return str(zone)
@@ -39,7 +44,7 @@ def interface_of(address: str) -> str:
 
 
 def interfaces() -> dict[str, set[str]]:
-    """All interfaces that are up, with their addresses."""
+    """The addresses of each interface that has one, by the interface's name."""
     found: dict[str, set[str]] = {}
     for name, address in _addresses():
         found.setdefault(name, set()).add(str(address))
@@ -50,14 +55,15 @@ def why_no_loopback() -> str:
     """Why loopback does not work, as in a new network namespace where `lo` is down; "" if it works."""
     try:
         with socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect(("127.0.0.1", 9))  # Sends nothing: it only asks the kernel for the route.
+            # `connect` of a datagram socket sends nothing: it only asks the kernel for the route.
+            probe.connect(("127.0.0.1", 9))
     except OSError as error:
         return str(error.strerror or error)
     return ""
 
 
 def check_loopback() -> None:
-    """Raises ConfigError if loopback does not work: workers of this machine would wait for each other for ever."""
+    """Raise ConfigError if loopback does not work: workers of this machine would wait for each other for ever."""
     error = why_no_loopback()
     if error:
         raise ConfigError(
@@ -70,6 +76,7 @@ def check_loopback() -> None:
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Each IPv4 and IPv6 address of this machine, with the name of its interface."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:

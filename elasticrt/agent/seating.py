@@ -1,4 +1,4 @@
-"""How a node's workers get their seats: new workers are started in them, living workers are sent theirs."""
+"""Gives a node's workers their seats: starts new workers in them, or sends living workers new ones."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Seating:
-    """The seats of one node. Used by the agent's thread.
+    """The seats of one node. Only the agent's main thread uses it.
 
     Args:
-        settings: the agent's.
-        group: the workers.
-        edges: gives the sockets, and closes files.
+        settings: the agent's settings.
+        group: the worker processes.
+        edges: makes the listening sockets, and closes memory files.
 
     Attributes:
         env: the environment that all workers and their parent share.
-        ports: where stores of generations will listen, if rank 0 is on this node.
-        memory: the states that workers may resume from.
+        ports: the sockets on which the stores of later generations listen, if rank 0 is on this node.
+        memory: the copies of the state from which workers may resume.
     """
 
     def __init__(self, settings: Settings, group: WorkerGroup, edges: Edges) -> None:
@@ -43,9 +43,13 @@ class Seating:
         self.memory = SnapshotCache(edges.close_file)
 
     def start(self, generation: Generation, seat: Seat, last: tuple[int, int], *, shared: bool) -> None:
-        """Start new workers for all of a `seat` in `generation`.
+        """Start new workers for all places of a seat.
 
-        `last`: see `Progress.last`. `shared`: they inherit the store's socket; otherwise they bind its port anew.
+        Args:
+            generation: the generation of the workers.
+            seat: this node's seat there.
+            last: the last step before the generation, and its end, as `Progress.last` has them.
+            shared: whether rank 0 inherits the store's socket. Otherwise it binds the port anew.
         """
         copy, leads = generation.memory, seat.index == 0
         self.memory.renew(copy)
@@ -56,20 +60,27 @@ class Seating:
         ]
         listen = self.ports.take(generation.master_port, shared=shared) if leads else None
         self._start(generation.number, envs, listen, self.memory.descriptor(copy) if leads else -1)
-        # The next generation needs another port. The member key announces it before ranks are agreed on.
+        # The next generation needs another port, and the member key announces that before ranks are agreed on.
         if listen is not None:
             self.ports.bind(self.ports.address)
 
     def start_beside(self, generation: Generation, index: int, local_ranks: Sequence[int]) -> None:
-        """Start workers that set up beside `generation`, in which this node has `index`."""
+        """Start workers of `local_ranks` that set up beside `generation`, in which this node has the group rank
+        `index`."""
         self._start(0, [beside_env(self._settings, generation, index, rank) for rank in local_ranks], None, -1)
 
     def reseat(self, generation: Generation, seat: Seat, chosen: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Send living workers their seats in `generation`; the global ranks, by local rank, of those that still lived.
+        """Send living workers their seats in `generation`.
 
-        `chosen`: the local rank of each worker, and the generation that it is in now.
+        Returns the global ranks, by local rank, of the workers that still lived.
+
+        Args:
+            generation: the new generation.
+            seat: this node's seat there.
+            chosen: the local rank of each worker that gets a place, and the worker's present generation.
         """
         ranks = {}
+        # No worker's end is reported before all have their seats: see `WorkerGroup.seating`.
         with self._group.seating:
             for place, (local_rank, was) in enumerate(sorted(chosen)):
                 env = worker_env(self._settings, generation, seat, local_rank, place)

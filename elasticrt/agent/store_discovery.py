@@ -1,4 +1,5 @@
-"""Finds the etcd where the agents of a run meet, this machine's address on the way there, and the line to join."""
+"""Finds the etcd of a run, this machine's address on the way there, and the command lines that other nodes join
+with."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ from elasticrt.text import shell
 log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-"""For the first contact only, where a wrong name is likely. Enough for any network that is fit for training."""
+"""The limit of a first connection, for which a wrong name is likely. It is enough for any network that is fit for
+training."""
 
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that no machine has (RFC 5737): the way there is the default route."""
+"""An address that no machine has (RFC 5737, with the port "discard"): the route to it is the default route."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Meeting:
 
     Attributes:
         store: the store, which has answered once.
-        endpoints: where it listens.
-        served: the embedded etcd; None for an external one.
+        endpoints: the addresses at which it listens.
+        served: the embedded etcd of this machine; None for an external one.
         address: the address at which other nodes reach this machine.
     """
 
@@ -48,45 +50,50 @@ class Meeting:
 
     @property
     def place(self) -> str:
-        """Where agents of this machine find the store; the same when a fresh one has taken its place."""
+        """Where agents of this machine find the store. A fresh embedded etcd in its place has the same text."""
         return ",".join(map(str, self.endpoints)) if self.served is None else str(runtime_directory())
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     """Find the etcd of `settings`, or start an embedded one, and wait for its first answer.
 
-    `told_to_leave`: whether a signal has made waiting pointless. Raises StoreError, ConfigError.
+    `told_to_leave`: returns whether a signal has made waiting pointless. Raises StoreError, ConfigError.
     """
     served = None
     endpoints = settings.etcd
     if not endpoints:
         served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
-    elif settings.options.etcd and settings.options.etcd_wait_s is None:  # Else it may start later.
+    # With --etcd-wait the user expects that etcd may start later. Otherwise a wrong name is reported at once.
+    elif settings.options.etcd and settings.options.etcd_wait_s is None:
         check_listening(endpoints)
-    from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
+    # Imported this late, because grpc takes 0.1 s to load, and the embedded server starts meanwhile.
+    from elasticrt.store.etcd import EtcdStore
 
     store = EtcdStore(endpoints, settings.credentials)
     try:
-        driver = StoreDriver(store, lambda _: None, time, told_to_leave=told_to_leave)  # No watch is open yet.
+        # This driver opens no watch, so nothing is delivered.
+        driver = StoreDriver(store, lambda _: None, time, told_to_leave=told_to_leave)
         address = driver.run(ride_out(lambda: _first_answer(settings, endpoints), settings.etcd_wait_s, log.warning))
     except BaseException as error:
         store.close()
         if settings.etcd and isinstance(error, StoreError) and not told_to_leave():
-            check_listening(endpoints)  # Says why, where nothing listens.
+            # If nothing listens, this raises an error that says so in place of the timeout.
+            check_listening(endpoints)
         raise
     return Meeting(store, endpoints, served, address)
 
 
 def _first_answer(settings: Settings, endpoints: tuple[Address, ...]) -> Conversation[str]:
-    """Read from etcd; returns the address at which others reach this machine. Raises StoreUnavailable."""
-    # A connection alone proves nothing: etcd members that start together listen before they have a majority.
+    """Read from etcd. Returns the address at which others reach this machine. Raises StoreUnavailable."""
+    # A connection alone proves nothing: members of an etcd cluster that start together listen before they have a
+    # quorum.
     yield Read(Keys(settings.run_id).spec)
     return settings.address if settings.address is not None else address_towards(settings.serve or endpoints[0])
 
 
 def check_listening(endpoints: tuple[Address, ...]) -> None:
-    """Raises StoreError if nothing listens at any endpoint: a name or port is wrong, or etcd does not run."""
+    """Raise StoreError if nothing listens at any of the endpoints: a name or port is wrong, or etcd does not run."""
     troubles = []
     for endpoint in endpoints:
         try:
@@ -105,7 +112,7 @@ def check_listening(endpoints: tuple[Address, ...]) -> None:
 
 
 def address_towards(endpoint: Address) -> str:
-    """This machine's address on the way to the etcd at `endpoint`, as others see it. Raises StoreUnavailable."""
+    """This machine's address on the route to the etcd at `endpoint`, as others see it. Raises StoreUnavailable."""
     if is_loopback(endpoint):
         return "127.0.0.1"
     try:
@@ -120,7 +127,8 @@ def address_towards(endpoint: Address) -> str:
                 remedy="Check the name, or give this node's own address with --local-addr",
             )
         ) from error
-    # On the machine of etcd its host name may resolve to 127.0.1.1, where no other machine reaches it.
+    # On etcd's own machine, its host name may resolve to 127.0.1.1, an address at which no other machine reaches this
+    # one.
     return outward_address() or address if is_loopback(Address("http", address, 0)) else address
 
 
@@ -136,14 +144,18 @@ def _route(host: str, port: int) -> str:
     """The source address of packets to `host`. Raises OSError."""
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
+        # `connect` of a datagram socket sends nothing: it only asks the kernel for the route.
+        probe.connect(where)
         return str(probe.getsockname()[0])
 
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
-    """The lines that tell people how to add nodes. Pure but for the addresses of this machine.
+    """The lines that tell people how to add nodes. Pure, except that it asks for this machine's address.
 
-    `settings`: this node's; `spec`: the run's; `meeting`: its etcd.
+    Args:
+        settings: this node's settings.
+        spec: the options on which all nodes of the run agree.
+        meeting: the run's etcd.
     """
     nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
@@ -165,6 +177,7 @@ def _line(*words: str) -> str:
 
 
 def _etcd(endpoints: tuple[Address, ...]) -> tuple[str, ...]:
-    """The options for this etcd. A node that joins without TLS has to accept that, as this node has."""
+    """The options that name this etcd. A node that joins without TLS has to accept that explicitly, as this node
+    has."""
     open_to_all = any(each.scheme == "http" and not is_loopback(each) for each in endpoints)
     return ("--etcd", ",".join(map(str, endpoints)), *(["--insecure-etcd"] if open_to_all else []))

@@ -1,4 +1,8 @@
-"""Carries out the requests of a member (`rendezvous.requests`) on a store."""
+"""Carries out the requests of a member (`rendezvous.requests`) on a store.
+
+The member is a machine without I/O. Its methods are generators (conversations): each yields requests, and gets their
+answers back.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +32,21 @@ T = TypeVar("T")
 
 
 class ToldToLeaveError(StoreError):
-    """Nobody has to act: a signal has ended the wait for etcd."""
+    """A signal has ended the wait for etcd. Nobody has to act."""
 
     exit_code = EXIT_TERMINATED
 
 
 class StoreDriver:
-    """Carries out the requests of one member. Used by one thread; only `emit` is called from others.
+    """Carries out the requests of one member. One thread uses it; only `emit` is called on other threads.
 
     Args:
         store: where reads, transactions and watches go.
-        emit: gets what the watches deliver.
-        clock: this machine's.
-        grant: gets a lease, in place of the last one; None: this driver is for reading only.
-        probe: asks the agent at an address and port whether it is this incarnation.
-        told_to_leave: whether a signal has made waiting pointless.
+        emit: takes what the watches deliver, on their thread.
+        clock: this machine's clock.
+        grant: gets a new lease in place of the last one; None: this driver only reads.
+        probe: asks the agent at an address and port whether it is an incarnation, and waits for the answer.
+        told_to_leave: returns whether a signal has made waiting pointless.
     """
 
     def __init__(
@@ -64,7 +68,11 @@ class StoreDriver:
         self._watches: dict[int, Watch] = {}
 
     def run(self, conversation: Conversation[T]) -> T:
-        """Carry out a conversation, and return its result. Raises StoreUnavailable or StoreError if it does."""
+        """Carry out a conversation, and return its result.
+
+        Errors of the store are thrown into the conversation. StoreError, with StoreUnavailable, is raised if the
+        conversation does not handle it.
+        """
         try:
             request = next(conversation)
             while True:
@@ -84,6 +92,7 @@ class StoreDriver:
             self._watches.pop(number).cancel()
 
     def _carry_out(self, request: Request) -> Any:
+        """Carry out one request, and return its answer."""
         match request:
             case Read(range_, limit, by_create):
                 return self.store.read(range_, limit=limit, by_create=by_create)
@@ -103,6 +112,7 @@ class StoreDriver:
                 return self._grant()
             case AskOwner(member):
                 return self._probe(member.address, member.probe_port, member.incarnation)
+            # Only newcomers pause. A pause of 0 s just asks for the time.
             case Pause(seconds) if seconds:
                 if self._told_to_leave():
                     raise ToldToLeaveError("told to leave before the run was joined (signal). Nothing has been started")

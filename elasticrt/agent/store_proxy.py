@@ -1,8 +1,8 @@
-"""Carries out what workers ask of etcd: commits and shared preparations, all fenced by their generation.
+"""Carries out what workers ask of etcd: commits and shared preparations of data, all fenced by their generation.
 
-It has a thread of its own, so that a slow etcd delays the worker that asked and never the agent's loop. Each request is
-answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away, or the lease
-has ended, the answer is "unsure", and the worker asks again.
+The proxy has a thread of its own, so that a slow etcd delays the worker that has asked, and never the agent's loop.
+Each request gets exactly one answer. A refusal has a reason: the worker warns its user and trains on. While etcd is
+away, or after the lease has ended, the answer is "unsure", and the worker asks again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,18 @@ _State = Literal["building", "done", "failed"]
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A request with the generation it comes from; `record` is that one's in the store, None if it is over."""
+    """A worker's request, with what the transaction for it needs.
+
+    Attributes:
+        request: the request.
+        generation: the generation of the worker that asks.
+        record: what the store's key of the generation holds, with which the transaction compares; None if the worker's
+            generation is over.
+        attempt: the attempt at the run.
+        node, incarnation: this node's name and its present incarnation.
+        lease: the id of this node's lease.
+        answer: takes the reply to the worker.
+    """
 
     request: Request
     generation: int
@@ -46,9 +57,12 @@ class StoreRequest:
 
 
 class StoreProxy:
-    """Carries out requests one after the other, on a thread that the first one starts. Used by the agent's thread.
+    """Carries out requests one after the other, on a thread that the first request starts.
 
-    `requests` says what each of them does. Only that thread uses it.
+    Only the agent's main thread calls the methods.
+
+    Args:
+        requests: carries out each request, on the proxy's thread.
     """
 
     def __init__(self, requests: StoreRequests) -> None:
@@ -58,16 +72,16 @@ class StoreProxy:
         self._thread: threading.Thread | None = None
 
     def send(self, asked: StoreRequest) -> None:
-        """Queue a request."""
+        """Queue a request. Its answer comes from the proxy's thread."""
         self._waiting.put(asked)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
             self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End after the request under way, for which it waits at most `timeout_s` seconds.
+        """End the thread after the request under way, for which this method waits at most `timeout_s` seconds.
 
-        Requests that are still queued are dropped: their workers have ended. To close it again does nothing more.
+        Requests that are still queued are dropped, because their workers have ended. A second call does nothing more.
         """
         self._closing = True
         self._waiting.put(None)
@@ -81,13 +95,16 @@ class StoreProxy:
 
 
 class StoreRequests:
-    """What a request does to the store. It has no thread and no clock.
+    """What each request does to the store. This class has no thread and no clock.
 
     Args:
-        store: where requests are carried out.
-        keys: the run's.
-        committed: called with every new head.
-        meeting: where the agents of this machine find the store, or a fresh one in its place.
+        store: the store.
+        keys: the run's keys.
+        committed: takes every new head of the run, that is, the newest committed checkpoint.
+        meeting: where the agents of this machine find the store, as `Meeting.place`.
+
+    Attributes:
+        store: as above.
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
@@ -99,16 +116,20 @@ class StoreRequests:
         self._released = False
 
     def release(self) -> None:
-        """Release the checkpoint directories, and all that a request under way in another thread may take yet."""
+        """Release the checkpoint directories that this agent owns.
+
+        A request under way on another thread may still take one. It is released as soon as it is taken.
+        """
         self._released = True
         for holding in list(self._holdings.values()):
             holding.release()
 
     def carry_out(self, asked: StoreRequest) -> Reply:
-        """Carry out one request, once.
+        """Carry out one request, and return the reply. Errors of the store become refusals.
 
-        A commit is recognised by its nonce when it is asked for again, so that it is never refused after it succeeded:
-        all later commits of that worker would be refused.
+        A commit that is asked for again is recognised by its nonce. If it were refused after it had succeeded, all
+        later commits of the worker would be refused too: they would name the head before it as the one that they
+        replace.
         """
         request = asked.request
         try:
@@ -121,22 +142,27 @@ class StoreRequests:
             return self._settle(asked, request)
         except StoreUnavailable as error:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
-        except LeaseLost as error:  # The agent gets another one.
+        # The agent gets another lease, so the worker should ask again.
+        except LeaseLost as error:
             return Reply(request.request, False, str(error), refusal="unsure")
-        except StoreBlocked as error:  # A preparation waits for that, and of all saves the last one.
+        # etcd takes no writes now, for example because it is full. A worker tries a preparation again until etcd has
+        # space. A save that is refused as "blocked" is left out, unless it is the run's last one.
+        except StoreBlocked as error:
             refusal = "blocked" if isinstance(request, Save) else "unsure"
             return Reply(request.request, False, str(error), refusal=refusal)
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
     def _save(self, asked: StoreRequest, request: Save) -> Reply:
+        """Make a checkpoint the head by a transaction that compares the generation and the head before."""
         try:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
         key = self._keys.place(head.place) if request.beside else self._keys.checkpoint
         current, known = self._find(Commit, key)
-        if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
+        # An earlier try has succeeded, and its answer was lost.
+        if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
         refusal = self._refusal(asked, request, head, known)
         if refusal is not None:
@@ -146,7 +172,8 @@ class StoreRequests:
             txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head, beside=request.beside)
             if self.store.commit(txn).succeeded:
                 return self._accepted(request, head)
-        # An earlier try may have taken effect after the head was read, and made this one fail.
+        # An earlier try, whose outcome was unknown, may have taken effect after the head was read. It then makes this
+        # try fail.
         _, known = self._find(Commit, key)
         if known is not None and known.nonce == head.nonce:
             return self._accepted(request, head)
@@ -154,7 +181,8 @@ class StoreRequests:
 
     def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> Reply | None:
         """Why `head` must not replace `known`, the head as it was read; None when it may."""
-        if head.generation != asked.generation:  # The worker has got another seat since it began to save.
+        # The worker has got a seat in another generation since it began to save.
+        if head.generation != asked.generation:
             return Reply(request.request, False, f"generation {head.generation} is over", refusal="over")
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
@@ -168,7 +196,7 @@ class StoreRequests:
         return None
 
     def _find(self, kind: type[R], key: str) -> tuple[KeyValue | None, R | None]:
-        """A key and the record that it holds."""
+        """Read `key`. Returns what the store has there, and the record of that `kind`; None, None without the key."""
         current = self.store.read(key).get(key)
         return current, decode(kind, key, current.value) if current is not None else None
 
@@ -178,7 +206,10 @@ class StoreRequests:
         return Reply(request.request, True)
 
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
-        """Take a checkpoint directory, unless another live run saves to it; answer with its head."""
+        """Answer with the head of a checkpoint directory. If asked to, also take the directory for this run.
+
+        A directory to which another live run saves is not taken.
+        """
         key = self._keys.place(request.place)
         found = self.store.read(key)
         if request.take:
@@ -200,6 +231,7 @@ class StoreRequests:
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
     def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
+        """Claim the right to build a preparation. The claim is bound to this node's lease."""
         current, record = self._find(Preparation, self._keys.preparation(request.name))
         if record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
@@ -217,6 +249,7 @@ class StoreRequests:
         return Reply(request.request, False, "another node", refusal="wait")
 
     def _settle(self, asked: StoreRequest, request: Built) -> Reply:
+        """Record the outcome of a preparation that this incarnation has claimed."""
         current, record = self._find(Preparation, self._keys.preparation(request.name))
         ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
         if current is not None and ours:
@@ -228,19 +261,22 @@ class StoreRequests:
 
 
 def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:
-    """The refusal, and its reason, where a preparation with this `record` cannot be claimed by another life than its
-    builder's; "" if it can.
+    """The refusal of a claim to a preparation with this `record`, and its reason; "", "" if it can be claimed.
+
+    The claim is from another incarnation than the builder's, or comes after the build.
     """
     if record.state == "done":
         return "done", ""
-    if record.state == "building":  # Until that life's lease ends.
+    # The record of a build vanishes when the lease of its builder ends.
+    if record.state == "building":
         return "wait", record.node
     if record.state == "failed" and record.generation == asked.generation:
         return "failed", record.error
-    return "", ""  # It failed in an earlier generation.
+    # The build failed in an earlier generation. Another try is allowed.
+    return "", ""
 
 
 def _preparing(asked: StoreRequest, request: Claim | Built, state: _State, error: str = "") -> Preparation:
-    """The record of a preparation, with the `error` that it failed with."""
+    """The record of a preparation in this `state`. `error`: with what the build has failed; "" unless it has."""
     where: dict[str, Any] = {"generation": asked.generation, "node": asked.node, "incarnation": asked.incarnation}
     return Preparation(state=state, version=version_of(request.version), error=error, **where)
