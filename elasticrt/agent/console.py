@@ -1,5 +1,4 @@
-"""Writes what an agent tells: events for programs, lines on stderr for people, and a last line that changes at a
-terminal.
+"""Writes what an agent tells: events for programs, lines for people, and a last line at a terminal that changes.
 
 The sentences come from `story.sentences`. An agent folds its own events into a `Story`, as all other views of a run do.
 """
@@ -91,8 +90,7 @@ class Console:
 
     @property
     def narrates(self) -> bool:
-        """Whether lines are printed: not with --events-fd, whose reader gets events, and not after stderr was
-        closed."""
+        """Whether lines are printed: not with --events-fd, whose reader gets events, nor once stderr is closed."""
         return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str, kind: str = "said", *, level: str = "info", **fields: Any) -> None:
@@ -257,8 +255,7 @@ class Console:
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """Say that --fresh is ignored, and the run goes on from `step`: no node may discard what others have
-        trained."""
+        """Say that --fresh is ignored and the run goes on from `step`: no node may discard others' work."""
         self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 

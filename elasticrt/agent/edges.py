@@ -1,5 +1,4 @@
-"""The edges of an agent, as one value: all that it touches besides its own state. Time, random numbers, network,
-processes, files.
+"""The edges of an agent, as one value: time, random numbers, network, processes, files.
 
 An agent takes its clock, connections, processes and threads from this value, so the simulator in `tests/virtual` runs
 the production agent with other edges. There are two exceptions, which decide nothing: the health port and the last line

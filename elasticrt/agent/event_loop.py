@@ -55,8 +55,7 @@ OWN_THREADS = "elasticrt-"
 
 @dataclass(frozen=True)
 class ThreadDied:
-    """A thread of this member has ended with an unexpected `error`. Without this event, the loop would wait for it for
-    ever."""
+    """A thread of this member has ended with an unexpected `error`. What waits for it would wait for ever."""
 
     name: str
     error: BaseException
@@ -66,13 +65,11 @@ class Side:
     """The workers' side of a member's loop: what the loop calls about the workers. Methods with a body are optional."""
 
     def describe(self, me: Me, now: float) -> Me:
-        """Return `me` with the workers' state at `now`: what the member's key and its report should say. Change
-        nothing."""
+        """Return `me` with the workers' state at `now`, for the member's key and its report. Change nothing."""
         raise NotImplementedError
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """Start the workers of `generation` in this node's `seat`, as soon as the workers of the generation before have
-        ended."""
+        """Start the workers of `generation` in this node's `seat`, once those of the generation before have ended."""
         raise NotImplementedError
 
     def left_out(self, reason: str) -> bool:

@@ -140,15 +140,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def own_names(host: str) -> set[str]:
-    """The names by which clients may ask this machine at `host`: those it knows without a DNS look-up, which may
-    hang."""
+    """The names by which clients may ask this machine: those that it knows without DNS, which may hang.
+
+    `host`: the address or the name at which it listens.
+    """
     hosts, resolv = (text_of(Path(path)) for path in ("/etc/hosts", "/etc/resolv.conf"))
     return {"", "localhost", host.lower(), *names_of(socket.gethostname(), hosts, resolv)}
 
 
 def names_of(hostname: str, hosts: str, resolv: str) -> set[str]:
-    """The names of the machine `hostname`: its own, those beside it in /etc/hosts, and those in the search domains.
-    Pure.
+    """The names of the machine `hostname`: its own, those in /etc/hosts, and those in the search domains. Pure.
 
     The administrator of the machine has written /etc/hosts, so its names are safe. A web page can only have a name in a
     search domain if its DNS server answers for that domain, and then the short name leads to the page as well.

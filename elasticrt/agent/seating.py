@@ -65,8 +65,7 @@ class Seating:
             self.ports.bind(self.ports.address)
 
     def start_beside(self, generation: Generation, index: int, local_ranks: Sequence[int]) -> None:
-        """Start workers of `local_ranks` that set up beside `generation`, in which this node has the group rank
-        `index`."""
+        """Start workers that set up beside `generation`. `index`: the group rank of this node there."""
         self._start(0, [beside_env(self._settings, generation, index, rank) for rank in local_ranks], None, -1)
 
     def reseat(self, generation: Generation, seat: Seat, chosen: Sequence[tuple[int, int]]) -> dict[int, int]:

@@ -1,5 +1,4 @@
-"""Finds the etcd of a run, this machine's address on the way there, and the command lines that other nodes join
-with."""
+"""Finds the etcd of a run, this machine's address on the route to it, and the commands for other nodes to join."""
 
 from __future__ import annotations
 
@@ -177,7 +176,6 @@ def _line(*words: str) -> str:
 
 
 def _etcd(endpoints: tuple[Address, ...]) -> tuple[str, ...]:
-    """The options that name this etcd. A node that joins without TLS has to accept that explicitly, as this node
-    has."""
+    """The options that name this etcd. A node that joins without TLS has to accept that, as this node has."""
     open_to_all = any(each.scheme == "http" and not is_loopback(each) for each in endpoints)
     return ("--etcd", ",".join(map(str, endpoints)), *(["--insecure-etcd"] if open_to_all else []))

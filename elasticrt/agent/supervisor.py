@@ -105,7 +105,7 @@ class Supervisor:
         # How the warm parent starts workers, "fork" or "exec"; "" while no parent is warm.
         self._method = ""
         self._state = GroupState()
-        # The newest generation that the agent has decided to run, and the names of its nodes.
+        # The newest generation that the agent has decided to run, and its nodes as far as this node knows them.
         self._newest = 0
         self._names: tuple[str, ...] = ()
         # That generation and this node's seat, until its workers are started.
@@ -178,8 +178,8 @@ class Supervisor:
             me,
             record=me.record.model_copy(update=says),
             started=self._newest,
-            # After a failure that ends the group, its workers no longer count as running: the kernel may need a while
-            # to take the processes apart, and the agreement on the next generation does not wait for that.
+            # Once all workers here have ended after a failure, they no longer count as running, also while the kernel
+            # still takes their processes apart: the agreement on the next generation does not wait for that.
             running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
             seated=state.number if seated else 0,
             report=state.report(kept=kept, **living) if seated else None,
@@ -370,7 +370,7 @@ class Supervisor:
 
         Args:
             generation: the generation in which the question was asked. Answers for another generation are ignored.
-            nodes: the address of each node of the generation, by name.
+            nodes: the addresses of the generation's nodes, by name, as far as this node knows them.
             others: the answers of the agents that were asked, by node.
         """
         if not self._is_in_seat or generation != self._state.number:
@@ -418,7 +418,7 @@ class Supervisor:
         self._joining.beside = (generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
-        """Run `generation` in this node's `seat`. `names`: the nodes of the generation, in rank order.
+        """Run `generation` in this node's `seat`. `names`: the nodes that this node knows there, in rank order.
 
         In place, the living workers get their new seats at once. Otherwise the present workers are ended, and new ones
         start when no process of the present generation is left.
@@ -585,8 +585,7 @@ class Supervisor:
 
     @property
     def _waits(self) -> bool:
-        """Whether the workers' generation waits: it has too few nodes, so its workers hold the state and make no
-        step."""
+        """Whether the workers hold the state and make no step, because their generation has too few nodes."""
         return self._state.generation is not None and self._state.generation.waits
 
     def _start_if_possible(self) -> None:

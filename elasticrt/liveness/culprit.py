@@ -147,8 +147,7 @@ def find(
     again: bool = False,
     alone: bool = False,
 ) -> Culprit | None:
-    """Find the ranks for which the others wait. Returns None if no rank waits, or if too many are late to single one
-    out.
+    """Find the ranks for which the others wait. Returns None if no rank waits, or if too many are late.
 
     The idea: a rank that waits in a collective is a victim, so the ranks that do not wait are to blame. If all wait, in
     this order of certainty: a node that does not answer, a link that acknowledges nothing, a rank whose flight recorder

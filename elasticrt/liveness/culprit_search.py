@@ -200,8 +200,7 @@ class CulpritSearch:
         self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
-        """Report when a node turns out to be slow, and when it no longer is. `others`: other agents' answers, by
-        node."""
+        """Report when a node becomes slow, and when it no longer is. `others`: other agents' answers, by node."""
         own = self._workers.settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._steps.pace.step

@@ -150,8 +150,7 @@ class Progress:
             self._mark("agree")
 
     def waits(self) -> None:
-        """Write how the time since the last step was spent until now, because the present generation waits for
-        nodes."""
+        """Write how the time since the last step was spent, because the present generation waits for nodes."""
         now_ns = self._clock.monotonic_ns()
         self._events.write(events.Restarted(self._generation, phases(self._last_ns, {**self._marks, "agree": now_ns})))
         self._count_from(now_ns)
@@ -300,8 +299,7 @@ class Progress:
 
     @property
     def last(self) -> tuple[int, int]:
-        """The last step before the present generation, and its end in nanoseconds of CLOCK_MONOTONIC; 0, 0 if
-        unknown."""
+        """The last step before the present generation, and its end (CLOCK_MONOTONIC, ns); 0, 0 if unknown."""
         return self._last, self._last_ns
 
     def age_s(self) -> float:

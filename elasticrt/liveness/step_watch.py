@@ -97,8 +97,7 @@ class StepWatch:
 
 
 def last_ns(page: StatusPage) -> int:
-    """When the wait for a worker's next step began, in nanoseconds of CLOCK_MONOTONIC; 0 before the first step can
-    come."""
+    """When the wait for a worker's next step began (CLOCK_MONOTONIC, ns); 0 before the first step can come."""
     return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
 
 

@@ -86,8 +86,7 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
 
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
-    """The variables of a worker that sets up beside `generation`: it gets the ranks that it would have if it joined
-    now.
+    """The variables of a worker that sets up beside `generation`: its ranks are as if it joined now.
 
     `index`: the group rank of the worker's node in `generation`, or the next free one.
     """

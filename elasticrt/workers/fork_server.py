@@ -105,8 +105,7 @@ class WorkerParent:
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message with the descriptors `fds`, which the caller keeps. Raises ChannelClosed if the parent has
-        ended."""
+        """Send a message with `fds`, which the caller keeps. Raises ChannelClosed if the parent has ended."""
         with self._sending:
             if self._closing:
                 raise ChannelClosed("the worker parent has been closed")

@@ -80,8 +80,7 @@ class GroupState:
         return replace(self, seated=seated, running=self.running and bool(seated))
 
     def replaced(self) -> GroupState:
-        """Return the state after another generation was published: its handover is over, and its failures matter no
-        more."""
+        """Return the state after another generation was published: no handover, and no failure that matters."""
         return replace(self, failed_at=None, holding=0, entered=0, going=0)
 
     @property

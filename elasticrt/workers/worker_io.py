@@ -75,8 +75,7 @@ class WorkerSaid:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker has ended, or its script has ended and its process lingers. Exactly one such event comes for each
-    worker.
+    """A worker has ended, or is done and lingers. Exactly one such event comes for each worker.
 
     Attributes:
         generation, rank, local_rank: the last seat of the worker.
