@@ -178,6 +178,7 @@ class Console:
             head: the newest checkpoint of the run.
         """
         self._saw(head, now)
+        # Another wait begins to count. A change of `more` alone is the same wait.
         if self._doing is None or doing is None or doing.what != self._doing.what:
             self._doing_since = now
         self._doing = doing
@@ -218,6 +219,7 @@ class Console:
                 continue
             generation, pids = self.story.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
+            # With --log-format json the line has the facts about the generation as fields.
             fields = {
                 name: value
                 for name, value in vars(chapter).items()
@@ -322,6 +324,8 @@ class Console:
         """
         chapter, reached = self.story.chapter, head.reached if head is not None else 0
         alone = chapter is not None and chapter.nodes == (self._node,)
+        # The step that is lost with this node: the one that it had to save, or the last one of a node that trained
+        # alone. On other nodes the run goes on with the step.
         missed = decision.saving if lost else late_after if alone else 0
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
         self._saved(reached)
@@ -362,6 +366,7 @@ class Console:
         self._saved(result.step)
         self._say_changes(math.inf)
         self.close_last_line()
+        # Every agent knows the result. Only the leader prints the report, so that it is there once.
         if result.text and leads:
             self.events.write(events.Failure(text=result.text))
             self.say(result.text, "failure", level="error")

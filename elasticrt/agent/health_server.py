@@ -99,6 +99,7 @@ class HealthServer:
         """Answer one HTTP request."""
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
         kind = "application/json"
+        # Before any answer: a web page must not read the metrics through its visitor's browser.
         if is_foreign(fields_of_request, self._names):
             status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
         elif re.match(rf"(GET|HEAD) {METRICS}[ ?]", line):
@@ -108,6 +109,7 @@ class HealthServer:
                 status, text = HTTPStatus.NOT_IMPLEMENTED, f"{self._no_metrics}\n".encode()
         else:
             status, text = answer(line, self.noted, time.monotonic())
+        # The answer to HEAD has the length of the body, and no body.
         content = b"" if line.startswith("HEAD ") else text
         fields = {"Content-Type": kind, "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
@@ -117,6 +119,7 @@ class HealthServer:
         """What `act` returns for the metrics; None without metrics. An error ends the metrics, and nothing else."""
         try:
             return act(self._metrics) if self._metrics is not None else None
+        # Any error: the health port must go on answering /live and /ready, whatever happens to the metrics.
         except Exception as error:
             log.exception("there are no metrics from now on")
             self._metrics, self._no_metrics = None, f"metrics have failed: {error!r}"

@@ -152,12 +152,14 @@ def readiness(
         return Finding(False, "not a member of the run: etcd has given its lease up")
     away = f"; etcd has not answered for {away_s:.0f} s" if away_s is not None else ""
     if seat is not None and me.running == generation:
+        # The others may have gone on in a newer generation without this node, which cannot hear of it.
         if alone_s > CUT_OFF_S:
             silence = f"neither etcd nor another node has answered for {alone_s:.0f} s"
             return Finding(False, f"cut off in generation {generation}: {silence}")
         return Finding(True, f"{doing} in generation {generation}{away}")
     if not me.record.warm:
         return Finding(False, f"stands by, but is still importing what its workers need{away}")
+    # Its workers have ended, and without etcd no generation can be agreed in which they would start again.
     if seat is not None and away:
         return Finding(False, f"its workers of generation {generation} have ended{away}")
     if seat is not None:

@@ -81,6 +81,7 @@ class StoreDriver:
                 except StoreError as error:
                     request = conversation.throw(error)
                 else:
+                    # Each answer comes with the time: the member reads no clock itself.
                     request = conversation.send((answer, self._clock.monotonic()))
         except StopIteration as end:
             result: T = end.value

@@ -102,9 +102,6 @@ class StoreRequests:
         keys: the run's keys.
         committed: takes every new head of the run, that is, the newest committed checkpoint.
         meeting: where the agents of this machine find the store, as `Meeting.place`.
-
-    Attributes:
-        store: as above.
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
