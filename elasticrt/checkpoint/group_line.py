@@ -1,7 +1,8 @@
-"""Tensors on GPUs from rank to rank by the process group's own sends: their bytes never come to the host.
+"""Sends tensors on GPUs from rank to rank through the process group. Their bytes never come to the host.
 
-With NCCL alone. Each rank of a chain receives a parcel while it sends the one before. A parcel is packed from many
-tensors, because each send costs the same time however small it is, and no type or layout of a tensor matters to it.
+This works with NCCL alone. Each rank of a chain receives one parcel while it sends the parcel before. A parcel is
+packed from the bytes of many tensors: each send costs the same time, however small it is, and a parcel does not depend
+on the types and layouts of its tensors.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import torch.distributed as dist
 from elasticrt.distributed import collectives
 from elasticrt.distributed.regroup import Overtaken
 
-# Each rank has room for two of these on its GPU.
+# Each rank needs room for two parcels on its GPU.
 PARCEL_BYTES = 16 * 1024 * 1024
-# So many parcels may be under way on the GPU, so that it does not wait for Python. Their order there keeps them apart.
+# So many parcels may be queued on the GPU, so that the GPU does not wait for Python. They share two buffers; the order
+# of the stream keeps them apart.
 AHEAD = 4
-# Between two questions whether a GPU has come so far. CUDA can be waited for, but not with a limit.
+# The pause, in seconds, between two looks at an event of the GPU. CUDA's own wait for an event has no time limit.
 LOOK_S = 0.001
 
+# The checksum adds up words of 64 bits.
 WORD_BYTES = 8
 
 
 def device() -> torch.device | None:
-    """Where tensors lie that the group sends itself; None if all go by way of the host."""
+    """The device whose tensors the process group sends itself; None if all tensors travel through the host."""
     if not dist.is_initialized():
         return None
     place = collectives.device()
@@ -35,7 +38,10 @@ def device() -> torch.device | None:
 
 
 def parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The bytes of contiguous tensors in their order: lists of parts, which fill PARCEL_BYTES but for the last one."""
+    """The bytes of contiguous tensors, in order, as parcels: lists of parts of tensors.
+
+    Each parcel has PARCEL_BYTES, but the last one may be smaller.
+    """
     parcel: list[torch.Tensor] = []
     room = PARCEL_BYTES
     for tensor in tensors:
@@ -52,9 +58,14 @@ def parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class GroupLine:
-    """One rank's place in a chain: it receives from the rank `before`, if any, and sends to the one `behind`, if any.
+    """One rank's place in a chain of ranks.
 
-    A rank is taken for lost when nothing has moved for `stall_s`. `over` tells whether another generation has begun.
+    Args:
+        device: where the parcels lie.
+        before: the rank to receive from; None for the sender.
+        behind: the rank to send to; None at the end of the chain.
+        stall_s: a rank counts as lost when nothing has moved for so many seconds.
+        over: tells whether another generation has begun.
     """
 
     def __init__(
@@ -65,25 +76,28 @@ class GroupLine:
         self._behind = behind
         self._stall_s = stall_s
         self._over = over
-        self._under_way: deque[torch.cuda.Event] = deque()
+        self._under_way: deque[torch.cuda.Event] = deque()  # One event for each queued parcel, the oldest first.
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """Whether this tensor travels so, and not by way of the host."""
+        """Whether `tensor` travels through the process group, and not through the host."""
         return tensor.device.type == self._device.type
 
     def carry(self, tensors: Sequence[torch.Tensor]) -> int:
         """Send contiguous tensors, or receive into them and pass them on. Returns a checksum of 64 bits.
 
-        Raises DistNetworkError when nothing moves, Overtaken when another generation has begun, torch's error when the
-        group fails. An aborted send ends like any other: what was received counts only with the sender's checksum.
+        Raises DistNetworkError when nothing moves, Overtaken when another generation has begun, and torch's error when
+        the group fails. An aborted send ends like any other, so what was received counts only if the checksum is the
+        sender's.
         """
+        # Two buffers in turn: one is sent while the next one is filled.
         stages = [torch.empty(PARCEL_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2 if tensors else 0)]
         checksum = torch.zeros((), dtype=torch.int64, device=self._device)
         filled: torch.Tensor | None = None
         for number, parcel in enumerate(parcels(tensors)):
             sizes = [each.numel() for each in parcel]
             size = sum(sizes)
-            stage = stages[number % 2][: -(-size // WORD_BYTES) * WORD_BYTES]  # Whole words.
+            # Rounded up to whole words, for the checksum.
+            stage = stages[number % 2][: -(-size // WORD_BYTES) * WORD_BYTES]
             places = list(torch.split(stage[:size], sizes))
             if self._before is None:
                 stage[size:].zero_()
@@ -99,20 +113,21 @@ class GroupLine:
         return int(checksum) % 2**64
 
     def _move(self, into: torch.Tensor | None, filled: torch.Tensor | None) -> None:
-        """Receive a parcel, and send the one before."""
+        """Receive a parcel `into` one buffer, and send the `filled` one, both at once. None: nothing to do."""
         moves = []
         if into is not None and self._before is not None:
             moves.append(dist.P2POp(dist.irecv, into, self._before))
         if filled is not None and self._behind is not None:
             moves.append(dist.P2POp(dist.isend, filled, self._behind))
         for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()  # On a GPU only the stream waits.
+            # With NCCL this makes the stream wait, not this thread.
+            work.wait()
         if self._device.type == "cuda":
             self._under_way.append(torch.cuda.current_stream(self._device).record_event())
         self._settle(AHEAD)
 
     def _settle(self, most: int) -> None:
-        """Wait until no more than `most` parcels are under way on the GPU."""
+        """Wait until no more than `most` parcels are queued on the GPU."""
         deadline = time.monotonic() + self._stall_s
         while len(self._under_way) > most:
             if self._under_way[0].query():  # type: ignore[no-untyped-call]
@@ -125,5 +140,6 @@ class GroupLine:
                 how = f"nothing has moved for {self._stall_s:g} s"
                 raise dist.DistNetworkError(f"the state of another rank has not come through the group: {how}")
             time.sleep(LOOK_S)
-        if self._over():  # An aborted send ends as well.
+        # Also without a wait: an abort ends the sends, and with them the loop above.
+        if self._over():
             raise Overtaken

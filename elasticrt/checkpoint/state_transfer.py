@@ -1,14 +1,16 @@
-"""Training state from a rank that has it to the ranks that lack it, straight into their tensors.
+"""Sends the training state from a rank that has it to the ranks that lack it, straight into their tensors.
 
-After the loss of a rank the survivors differ by at most one finished step, and newcomers have no state. So every rank
-says how far it is, and the ranks behind receive the state of the first of those that are furthest.
+After the loss of a rank the survivors differ by at most one finished step, and newcomers have no state. Every rank says
+which step it has finished. The ranks behind receive the state of the lowest rank among those that are furthest.
 
-The state travels along a chain of TCP connections: each rank passes on what it receives. The ranks of a node follow one
-another, so that it comes to each node once. Every wait ends after `STALL_S` without a byte, or when another generation
-begins, so that a rank that dies or stops costs seconds. Structure and plain values come first, in one small message
-that is read with `weights_only`; then the bytes of each tensor; then a checksum of them all, of 64 bits. With 400 MB it
-takes 0.03 s of each rank's time; a CRC-32 takes 0.10 s. With NCCL, tensors on GPUs go along the same chain in the group
-itself (`group_line`).
+The state travels along a chain of TCP connections, in which each rank passes on what it receives. The ranks of a node
+follow one another, so the state comes to each node once. Every wait ends after `STALL_S` without a byte, or when
+another generation begins, so a rank that dies or stops costs seconds. With NCCL, tensors on GPUs travel along the same
+chain through the process group itself (`group_line`).
+
+The outline comes first: the structure and all plain values of the state, with a mark for each tensor, in one small
+message that is read with `weights_only`. The bytes of the tensors follow, and then a checksum of 64 bits over them all.
+For 400 MB the checksum takes 0.03 s of each rank's time; a CRC-32 takes 0.10 s.
 """
 
 from __future__ import annotations
@@ -40,51 +42,57 @@ from elasticrt.ipc import proc
 from elasticrt.ipc.cgroups import available_bytes
 
 STALL_S = 5.0
-"""A rank is taken for lost when no byte has moved from it or to it for this long."""
+"""A rank counts as lost when no byte has moved from it or to it for so many seconds."""
 
 LOOK_S = 0.05
-"""How often a wait checks whether another generation has begun."""
+"""A wait checks at intervals of so many seconds whether another generation has begun."""
 
 PIECE_BYTES = 255 * 1024
-"""A rank passes on a tensor in pieces of this size, before the rest has arrived. Torch adds up one of twice the size in
-several threads, which wait for each other where other processes need the cores: measured, twenty times the work."""
+"""A rank passes on a tensor in pieces of this size, before the rest has arrived. For the checksum, torch adds up a
+piece of twice this size in several threads. These wait for each other where other processes need the cores: measured,
+twenty times the work."""
 
 SPARE_COPIES = MOMENTS + 2
-"""Tensors like each parameter: those of an optimizer, and in the first step a gradient and a place in a bucket."""
+"""How many tensors like each parameter a newcomer will need: those of its optimizer, and in the first step a gradient
+and a place in a bucket of DDP's reducer."""
 
 Room = bytearray | memoryview
-"""Memory that is received into."""
+"""Memory to receive into."""
 
+# The form of a number on the way: eight bytes, the most significant one first.
 _NUMBER = struct.Struct("!Q")
+# The first item of the tuple that stands for a tensor in an outline.
 _MARK = "elasticrt-tensor"
 
 
 def chain(steps: Sequence[int], addresses: Sequence[str]) -> tuple[int, ...]:
-    """The order in which the state travels: from the first of the furthest ranks to all that are not as far. Pure.
+    """The ranks in the order in which the state travels: the lowest of the furthest, then all that are behind. Pure.
 
-    The others of its node come first, then node by node. Empty when no rank has a state.
+    The ranks on the sender's node come first, then the others node by node. Empty when no rank has a state.
 
     Args:
-        steps: by rank, the last step that it has finished; -1 without the whole state of one. A rank whose optimizer
-            has stepped in a step that it did not end has the state of no step.
-        addresses: by rank, that of its node.
+        steps: by rank, the last step that the rank has finished; -1 for a rank without the whole state of a step. A
+            rank whose optimizer has stepped in a step that did not end has the state of no step.
+        addresses: by rank, the address of its node.
     """
     furthest = max(steps, default=-1)
     if furthest < 0:
         return ()
     order = [steps.index(furthest), *(rank for rank, step in enumerate(steps) if step != furthest)]
     nodes = [addresses[rank] for rank in order]
+    # Sorting is stable, and a node's key is the place of its first rank: the sender stays in front.
     return tuple(sorted(order, key=lambda rank: nodes.index(addresses[rank])))
 
 
 class Spare:
-    """Memory of a newcomer for the optimizer state that it has not yet, touched while no rank waits for it.
+    """A newcomer's memory for the optimizer state that it does not have yet, touched while no other rank waits.
 
-    New memory takes several times as long to be written to as the state takes to arrive. What no state needs is freed
-    before the first step, and what that allocates lies in it.
+    A first write to new memory takes several times as long as the state takes to arrive. What the state leaves over is
+    freed before the first step, and that step allocates its own tensors there.
 
     Args:
-        parameters: of the newcomer's modules. Nothing is made where there is little room.
+        parameters: the parameters of the newcomer's modules. For those on GPUs no memory is made, and none at all if it
+            would take more than half of the free memory.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
@@ -93,11 +101,12 @@ class Spare:
             here = []
         self._tensors: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         for each in here:
+            # Not `torch.zeros`, which may leave the pages untouched until the first write.
             made = [torch.empty(each.shape, dtype=each.dtype).zero_() for _ in range(SPARE_COPIES)]
             self._tensors.setdefault((each.shape, each.dtype), []).extend(made)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
-        """A tensor with any content: of this memory where it fits, else a new one."""
+        """A tensor with undefined content, from this memory if one of that shape and type is left, else a new one."""
         fitting = self._tensors.get((shape, dtype)) if device == "cpu" else None
         return fitting.pop() if fitting else torch.empty(shape, dtype=dtype, device=device)
 
@@ -109,34 +118,40 @@ def share(
     overwrites: Callable[[], None],
     spare: Spare | None = None,
 ) -> dict[str, Any] | None:
-    """Agree on the furthest state. What this rank has to take over; None if it is among the furthest. Collective.
+    """Agree on the furthest state, and send or receive it. Collective.
+
+    Returns the state that this rank has received and has to take over; None if it is among the furthest ranks.
 
     Args:
-        mine: the last step that this rank has finished; -1 without the whole state of one.
+        mine: the last step that this rank has finished; -1 without the whole state of a step.
         meeting: where the ranks of the generation have met.
-        state: gives this rank's own state, to send or to be written to: nested dicts, lists and tuples of tensors and
-            plain values. That of a receiver may lack parts.
-        overwrites: called before this rank's own tensors are written to: until all has arrived they are of no step. A
-            rank whose state is whole receives beside it, where there is room, and loses nothing if the sender dies.
+        state: gives this rank's own state, to be sent or written to: nested dicts, lists and tuples of tensors and
+            plain values. The state of a receiver may lack parts.
+        overwrites: called before this rank's own tensors are written to. From then on they are of no step, until all
+            has arrived. A rank with a whole state receives into other memory first, where there is room, and so loses
+            nothing if the sender dies.
         spare: memory for what this rank's own state lacks.
 
-    Raises RuntimeError when no rank has a state, or when it does not arrive as it was sent; DistNetworkError when a
-    rank is lost; Overtaken when another generation has begun.
+    Raises RuntimeError when no rank has a state, or when the state does not arrive as it was sent; DistNetworkError
+    when a rank is lost; Overtaken when another generation has begun.
     """
     with contextlib.ExitStack() as stack:
-        own = meeting.store.address  # The others reach this process where it reached the store from.
+        # This process has reached the store from this address, so the other ranks can reach the process there.
+        own = meeting.store.address
         listening = stack.enter_context(proc.listening(own))
         said = json.dumps([mine, own, listening.getsockname()[1]])
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
         order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
         if not order:
             raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
+        # Every rank computes the same order. A rank outside of the chain is as far as the sender.
         if meeting.rank not in order:
             return None
         place = order.index(meeting.rank)
         rank_before = order[place - 1] if place else None
         rank_behind = order[place + 1] if place + 1 < len(order) else None
         here = _Place()
+        # Connect before accepting. The socket of the rank before listens already, so no cycle of waits can arise.
         if rank_before is not None:
             here.before = stack.enter_context(_connected(tuple(peers[rank_before][1:]), meeting))
         if rank_behind is not None:
@@ -152,13 +167,16 @@ def share(
 
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
-    """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
+    """Do what `share` does with a state, without a peer. Returns the state in the tensors that it is in already.
+
+    A newcomer calls this while no other rank waits, because the first time takes longest.
+    """
     filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, Spare(), [])
     return filled
 
 
 class Line:
-    """A connection to one rank, used by one thread. It is closed at the end of a `with` block.
+    """A TCP connection to one rank, used by one thread. The end of a `with` block closes it.
 
     Args:
         connection: the socket.
@@ -190,6 +208,10 @@ class Line:
             left = left[self._moved(self._connection.recv_into, left) :]
 
     def _moved(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """Send or receive some of `data`. Returns the number of bytes.
+
+        Raises DistNetworkError after STALL_S without a byte, and when the peer is gone; Overtaken.
+        """
         deadline = time.monotonic() + STALL_S
         while not self._over():
             try:
@@ -208,14 +230,20 @@ class Line:
 
 @dataclass
 class _Place:
-    """A rank's place in the chain: whom it receives from and sends to, and how tensors travel that the group sends."""
+    """A rank's place in the chain.
+
+    Attributes:
+        before: the connection to the rank that this rank receives from; None for the sender.
+        behind: the connection to the rank that this rank sends to; None at the end of the chain.
+        lane: carries the tensors that travel through the process group; None if all go through the host.
+    """
 
     before: Line | None = None
     behind: Line | None = None
     lane: GroupLine | None = None
 
     def passed(self, room: Room) -> Room:
-        """Receive until `room` is full, and pass that on."""
+        """Receive until `room` is full, and pass its content on. Returns `room`."""
         assert self.before is not None, "a receiver has one before it"
         self.before.fill(room)
         if self.behind is not None:
@@ -224,12 +252,13 @@ class _Place:
 
 
 def _lost(how: str) -> Exception:
+    """The error of a rank that is lost, which torch's collectives raise as well."""
     error: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
     return error
 
 
 def _hello(rank: int, meeting: Meeting) -> bytes:
-    """The first bytes of a rank that wants the state. A stranger does not know them."""
+    """The first bytes that a rank sends on its connection. A process outside of this generation does not know them."""
     return f"{meeting.nonce} {rank}".encode()
 
 
@@ -243,7 +272,7 @@ def _connected(address: tuple[str, int], meeting: Meeting) -> Line:
 
 
 def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
-    """The connection of `rank`. Those of strangers are closed."""
+    """The connection of `rank`. Connections of processes outside of this generation are closed."""
     expected, deadline = _hello(rank, meeting), time.monotonic() + STALL_S
     listening.settimeout(LOOK_S)
     while not meeting.over():
@@ -263,6 +292,7 @@ def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
 
 
 def _send(state: dict[str, Any], behind: Line, lane: GroupLine | None) -> None:
+    """Send `state`: the outline with its length, the bytes of all tensors, their checksum."""
     tensors: list[torch.Tensor] = []
     outline = _outlined(state, tensors)
     behind.send(_NUMBER.pack(len(outline)) + outline)
@@ -279,7 +309,7 @@ def _send(state: dict[str, Any], behind: Line, lane: GroupLine | None) -> None:
 
 
 def _parted(tensors: Sequence[torch.Tensor], lane: GroupLine | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that travel by way of the host, and those that the group carries."""
+    """The tensors that travel through the host, and those that travel through the process group. Their order stays."""
     carried = [lane is not None and lane.carries(each) for each in tensors]
     return list(compress(tensors, map(operator.not_, carried))), list(compress(tensors, carried))
 
@@ -287,7 +317,15 @@ def _parted(tensors: Sequence[torch.Tensor], lane: GroupLine | None) -> tuple[li
 def _receive(
     own: dict[str, Any], spare: Spare, here: _Place, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
-    """Receive a state into `own` where it fits, and pass it on. With `keeps` beside it, where there is room."""
+    """Receive a state, pass it on, and return it. It lies in the tensors of `own` where these fit.
+
+    Args:
+        own: this rank's own state.
+        spare: memory for what `own` lacks.
+        here: this rank's place in the chain.
+        overwrites: called before tensors of `own` are written to.
+        keeps: whether `own` is the whole state of a step. If there is room, it stays untouched until all has arrived.
+    """
     (outline_bytes,) = _NUMBER.unpack(here.passed(bytearray(_NUMBER.size)))
     outline = bytearray(outline_bytes)
     here.passed(outline)
@@ -312,16 +350,17 @@ def _receive(
 
 
 def _has_room(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor]) -> bool:
-    """Whether all of this fits beside what is there: what the group carries on its GPU, the rest on the host."""
+    """Whether there is memory for a second set of these tensors: on the GPU for the group's, on the host for others."""
     on_gpu = [each for each in through_group if each.is_cuda]
     on_host = sum(each.nbytes for each in through_host)
     return on_host < available_bytes() // 2 and (not on_gpu or bool(gpus_with_room(on_gpu)))
 
 
 def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor], here: _Place) -> None:
-    """Receive the content of all tensors. Raises RuntimeError when their checksum is another than the sender's."""
+    """Receive the content of all tensors, and pass it on. Raises RuntimeError when the checksum is not the sender's."""
     checksum = 0
     for target in through_host:
+        # Only plain memory on the host can be received into. Other tensors take a detour through a host tensor.
         direct = target.is_cpu and target.is_contiguous()
         host = target if direct else torch.empty(target.shape, dtype=target.dtype)
         for piece in _pieces(host):
@@ -332,22 +371,28 @@ def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Te
         flat = [each.contiguous() for each in through_group]
         checksum ^= here.lane.carry(flat)
         for target, each in zip(through_group, flat, strict=True):
-            target.copy_(each)  # Does nothing if both are the same tensor.
+            # This does nothing if both are the same tensor, as `contiguous` returns a contiguous tensor itself.
+            target.copy_(each)
+    # The checksum is passed on before it is compared, so the ranks behind check for themselves.
     if _NUMBER.unpack(here.passed(bytearray(_NUMBER.size))) != (checksum,):
         remedy = "If it happens again, the memory or the network of this node is bad"
         raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
 
 
 def _added(piece: Room, checksum: int) -> int:
-    """The checksum of all pieces up to this one: of their sums, in whole numbers of 64 bits, in order."""
+    """The checksum of all pieces up to `piece`, given the `checksum` of the pieces before it.
+
+    It is a polynomial hash over the sums of the pieces. The sum of a piece is that of its 64-bit words and of the bytes
+    that are left over, modulo 2**64.
+    """
     words = len(piece) // 8
     total = int(torch.frombuffer(piece, dtype=torch.int64, count=words).sum()) if words else 0
     return (31 * checksum + total + sum(piece[8 * words :])) % 2**64
 
 
 def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
-    """The memory of a contiguous tensor on the host, which has to be kept meanwhile."""
-    # By its address: numpy, which torch's own way needs, may be missing, and does not know bfloat16.
+    """The memory of a contiguous host tensor, in pieces. The caller keeps the tensor alive while it uses them."""
+    # By the tensor's address: `Tensor.numpy` needs numpy, which may be missing and does not know bfloat16.
     memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
     view = memoryview(memory).cast("B")
     for start in range(0, host.nbytes, PIECE_BYTES):
@@ -355,7 +400,7 @@ def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
 
 
 class _Outliner(Copier):
-    """Puts a mark in place of each tensor, and notes it in `tensors`."""
+    """Copies a state with a mark in place of each tensor, and appends the tensors to `tensors`."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(None, on_device=True)
@@ -367,13 +412,17 @@ class _Outliner(Copier):
 
 
 def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
+    """The outline of `state` as bytes. The tensors are appended to `tensors`, in the order of their marks."""
     buffer = io.BytesIO()
     torch.save(_Outliner(tensors).plain(state, "state"), buffer)
     return buffer.getvalue()
 
 
 def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
-    """`outline` with a tensor for each mark: this rank's own where it fits, else a spare one, noted in `places`."""
+    """The state of `outline`, with a tensor for each mark: the one in the same place of `own` if it fits, else a spare.
+
+    The tensors are appended to `places`, in the order of their marks.
+    """
     if isinstance(outline, tuple) and len(outline) == 4 and outline[0] == _MARK:
         dtype, shape, device = getattr(torch, outline[1]), torch.Size(outline[2]), outline[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device

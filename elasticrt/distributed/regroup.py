@@ -1,14 +1,15 @@
-"""A process group that is left and made anew while its process lives on: sockets, group, DDP's reducer.
+"""Leaves a process group and makes the next one while the process lives on: sockets, group, DDP's reducer.
 
-A rank that waits in a gloo collective for a lost peer waits for ever, unless it is that peer's neighbour. No call of
-torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds. So the sockets of
-every group are noted while it is made, and `cut` shuts down just these. The script may open others meanwhile, so gloo's
-are told by the addresses at which its ranks listen: all ranks read them in the store, and so do we. After that the
-group is only destroyed, and the next one meets in a store of its own. A group of NCCL is aborted: its kernels end, and
-what they have written is worthless (`InPlace.check_results`).
+A rank in a gloo collective that has lost a peer waits for ever, unless the rank is a neighbour of that peer. No call of
+torch frees the rank. Shutting down the group's own sockets from another thread does, within milliseconds. This module
+therefore notes the sockets of every group while the group is made, and `cut` shuts down exactly these. The script may
+open other connections at the same time. Gloo's connections are recognised by the addresses on which its ranks listen:
+the ranks exchange these addresses through the store, and this module reads them there. After a cut the group is only
+destroyed, and the next group meets in a store of its own. An NCCL group is aborted instead: its kernels end, and their
+results are worthless (`InPlace.check_results`).
 
-DDP's reducer keeps buckets in an order that it learns from backward passes. Ranks with different orders would add up
-different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
+DDP's reducer keeps its buckets in an order that it learns from backward passes. Ranks with different orders would add
+up different gradients without an error. So every rank, survivor or newcomer, gets a new reducer with every new group.
 """
 
 from __future__ import annotations
@@ -42,60 +43,74 @@ from elasticrt.torch_versions import reducer_was_renewed
 _log = logging.getLogger(__name__)
 
 RETIRED_S = 2.0
-"""How long at least a group that was left is kept. Its threads may still be finishing failed works, and need the
-interpreter's lock for that. Destroying the group waits for these threads while holding the lock (torch 2.13)."""
+"""The minimum time, in seconds, for which a group is kept after it was left. Its threads may still be finishing failed
+works, and need the interpreter's lock for that. Destroying the group joins these threads while holding the lock, which
+is a deadlock (torch 2.13)."""
 
 CONNECT_AGAIN_S = 0.005
-"""Between two tries to reach the generation's store."""
+"""The pause, in seconds, between two attempts to connect to the generation's store."""
 
 GROUP_THREAD = "pt_gloo_runloop"
-"""What torch calls the threads of a gloo group that carry out its works."""
+"""The name of the threads that carry out the works (queued collectives) of a gloo group in torch."""
 
 CUT_AGAIN_S = 0.02
 CUT_S_MAX = 60.0
-"""A group that is just being made may connect again after a cut. It is cut again until making it has failed."""
+"""A group that is still being made may open new connections after a cut. The cut is repeated every CUT_AGAIN_S seconds
+until making the group has failed, for at most CUT_S_MAX seconds."""
 
 ABORTED = ("nccl",)
-"""Backends whose groups are freed by aborting them: their kernels wait, not their sockets."""
+"""Backends whose groups are freed by an abort: their ranks wait for a peer in a kernel, not at a socket."""
 
 KNOCK_S = 1.0
-"""How long a connection to this process itself may take."""
+"""The timeout, in seconds, of a connection from this process to itself."""
 
 
 class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
-    """A newer seat has come, so the others will not come to this meeting."""
+    """A newer seat has come for this process, so the other ranks will not come to the present meeting."""
 
 
 class GroupSockets:
-    """The TCP connections of the present groups, noted while they are made. `cut` may be called from any thread."""
+    """The TCP connections of the present process groups, noted while the groups are made.
+
+    A connection is known by its descriptor and its name, `socket:[inode]`, because descriptors are used again. `cut`
+    may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._known: dict[int, str] = {}
-        self._peers: list[int] = []  # Those of the default group to the other ranks.
-        self._open_peers: select.epoll | None = None  # Knows each of them until it is closed.
-        self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
-        # Where the ranks of that group listen, as far as they have said so. None: all that is new is taken for its own.
+        self._known: dict[int, str] = {}  # The connections of complete groups: names by descriptor.
+        self._peers: list[int] = []  # The default group's connections to the other ranks.
+        self._open_peers: select.epoll | None = None  # Has each of `_peers` registered until that one is closed.
+        # All sockets from before the group that is being made. None: no group is being made.
+        self._before: dict[int, str] | None = None
+        # Where the ranks of the group that is being made listen, as far as they have stored that. None: this is not
+        # known, and every new socket counts as the group's.
         self._addresses: set[bytes] | None = None
-        self._store_port = 0  # The default group's.
-        # Frees a thread that waits at a listening socket of the group that is being made.
+        self._store_port = 0  # The TCP port of the default group's store.
+        # Frees a thread that waits at a listening socket of the group that is being made: `_knock` or `_deafen`.
         self._free: Callable[[socket.socket], bool] = bool
-        self._freed: set[str] = set()
+        self._freed: set[str] = set()  # The names of listening sockets that `_free` has dealt with.
 
     @contextlib.contextmanager
     def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0, *, hears: bool = False) -> Iterator[None]:
-        """In this block, in any thread, connections of a group of at most so many ranks are made.
+        """Note the connections of a group that is made in this block, by whichever thread.
 
-        `store_port`: where the default group's store listens, if this is that group. Its connections belong to the
-        group as well, whenever they are made. `hears`: whether `hear` is told what ranks store. Until it is, or `heard`
-        is called, and with another backend than gloo, all that is opened in this block is taken for the group's.
+        Args:
+            ranks: the number of ranks in the group, at most.
+            backend: torch's name of the group's backend.
+            store_port: the TCP port of the default group's store, if this is the default group; else 0. Connections to
+                this port belong to the group as well, whenever they are made.
+            hears: whether `hear` will get what the ranks of a gloo group store. If not, or with another backend, every
+                socket that is opened in this block counts as the group's, until `heard` is called.
         """
-        if self._before is not None:  # A part of a group that is noted as a whole.
+        if self._before is not None:
+            # Inside of the block of `meet` or `init`, which notes the default group as a whole: torch's helper, which
+            # `note_groups` has wrapped, comes here once more.
             yield
             return
         with self._lock:
             self._before, self._store_port = sockets_of(), store_port or self._store_port
-            # A rank that is alone connects to nobody.
+            # With a single rank there is no address to hear of, and no connection to note.
             self._addresses = set() if backend == "gloo" and (hears or ranks == 1) else None
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
             self._freed.clear()
@@ -106,6 +121,8 @@ class GroupSockets:
                 new = self._new()
                 self._known |= new
                 if store_port:
+                    # All sockets are searched, not only new ones: `init` may meet in the store before it makes the
+                    # group. The other new connections lead to the peers.
                     ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
                     stores = dict(each for each in ports if store_port in ports[each])
                     self._follow({fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores})
@@ -114,16 +131,16 @@ class GroupSockets:
                 self._lock.notify_all()
 
     def hear(self, values: Iterable[bytes]) -> None:
-        """Ranks of the group that is being made have stored these: among them may be where they listen."""
+        """Take note of `values` that ranks of the group being made have stored: the addresses on which they listen."""
         if self._addresses is not None:
             self._addresses.update(map(_address_in, values))
 
     def heard(self, values: Iterable[bytes]) -> None:
-        """All ranks of the group that is being made have stored these."""
+        """As `hear`, with the `values` of all ranks of the group that is being made."""
         self._addresses = set(map(_address_in, values))
 
     def cut(self) -> None:
-        """Shut all of them down, and those of a group that is being made until that has ended."""
+        """Shut down all noted connections. Repeat that for a group that is being made, until making it has ended."""
         until = time.monotonic() + CUT_S_MAX
         with self._lock:
             self._shut_all()
@@ -132,31 +149,38 @@ class GroupSockets:
                 self._shut_all()
 
     def knows_peers(self, ranks: int) -> bool:
-        """Whether the connections of the default group, of so many ranks, are known."""
+        """Whether all connections of the default group, which has `ranks` ranks, to its other ranks are known."""
         return len(self._peers) >= ranks - 1
 
     def lost_a_peer(self) -> bool:
-        """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
+        """Whether a connection of the default group to another rank has ended.
+
+        Gloo closes its descriptor when it sees that the other end is gone.
+        """
         try:
             for fd in self._peers:
-                # Fails where `fd` is closed, and where it is another file now. Nothing is as cheap, and this is asked
-                # at each step.
-                self._open_peers.modify(fd, 0)  # type: ignore[union-attr]  # Made before there are any.
+                # `modify` fails if `fd` is closed, and if `fd` is the number of another file by now. This runs at each
+                # step, and no other check is as cheap.
+                self._open_peers.modify(fd, 0)  # type: ignore[union-attr]  # Made before there are any peers.
         except OSError:
             return True
         return False
 
     def _follow(self, peers: dict[int, str]) -> None:
+        """Register the connections that `lost_a_peer` looks at, in place of those of the group before."""
         if self._open_peers is not None:
             self._open_peers.close()
         self._peers, self._open_peers = list(peers), select.epoll() if peers else None
         for fd, name in peers.items():
             with contextlib.suppress(OSError):
                 self._open_peers.register(fd, 0)  # type: ignore[union-attr]
-                if not is_open_socket(fd, name):  # It was closed before that.
+                # The peer's connection was closed before it was registered, and `fd` is another file now. Without the
+                # registration, `modify` reports the peer as lost.
+                if not is_open_socket(fd, name):
                     self._open_peers.unregister(fd)  # type: ignore[union-attr]
 
     def _shut_all(self) -> None:
+        """Shut down every noted connection once, under the lock."""
         new = self._new()
         doomed, self._known = {**self._known, **new}, {}
         for fd, name in new.items():
@@ -166,49 +190,60 @@ class GroupSockets:
             _with_socket(fd, name, partial(_shut, complete=fd not in new))
 
     def _new(self) -> dict[int, str]:
+        """The sockets of the group that is being made, as far as they can be told from the script's."""
         before, addresses = self._before, self._addresses
         new = {} if before is None else {fd: name for fd, name in sockets_of().items() if before.get(fd) != name}
-        if addresses is None or b"" in addresses:  # What ranks have stored is in no form that we know.
+        # The ranks' addresses are not known, or a rank has stored one in an unknown form: every new socket counts, as
+        # a connection that is not cut may hold a thread for ever.
+        if addresses is None or b"" in addresses:
             return new
         group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(ends_of(fd))}
         return group | {fd: name for fd, name in new.items() if self._store_port and self._store_port in ports_of(fd)}
 
 
 def _address_in(value: bytes) -> bytes:
-    """Where a rank listens, in what gloo stores of it (torch 2.13); b"" for anything else.
+    """The address on which a rank listens, from the value that gloo stores for the rank; b"" for anything else.
 
-    After the length of the host's name come the name, the length of an address, and the address, a `sockaddr`.
+    The value (torch 2.13) is the length of the host's name, the name, the length of the address, and the address, a C
+    `sockaddr`. Both lengths have eight bytes in the machine's order. The longest address, of IPv6, has 28 bytes.
     """
     return end_in(value[16 + int.from_bytes(value[:8], sys.byteorder) :][:28])
 
 
 def _ask(store: Any, ranks: int) -> None:
-    """Ask a store of torch's, which tells nobody what is stored, where the ranks of a new group of gloo listen."""
+    """Ask one of torch's own stores where the ranks of a new gloo group listen: it does not report what ranks store."""
+    # Gloo's keys for the ranks' addresses (torch 2.13).
     keys = [f"cpu//0/{rank}" for rank in range(ranks)]
     torch_dist = cast("Any", dist)  # It offers more than it declares.
-    if store is None:  # This process is not among the ranks.
+    if store is None:
+        # This process is not among the group's ranks.
         SOCKETS.heard([])
-    elif torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL:  # Then torch makes another group beside each.
-        with contextlib.suppress(RuntimeError):  # Not every store has these calls.
+    # At level DETAIL torch makes a second gloo group beside each group, with other keys. Every new socket then counts.
+    elif torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL:
+        # Not every store has `check` and `multi_get`.
+        with contextlib.suppress(RuntimeError):
             if store.check(keys):
                 SOCKETS.heard(store.multi_get(keys))
 
 
 def _with_socket(fd: int, name: str, act: Callable[[socket.socket], Any]) -> Any:
-    """What `act` returns for the socket `name` behind `fd`; None if it fails, because it was closed meanwhile.
+    """Call `act` with the socket `name` behind `fd`. Returns its result; None if the socket was closed meanwhile.
 
-    The number may be another socket's by then, and that one is left alone.
+    By then `fd` may be the number of another socket, which is left alone.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
         return act(each) if is_open_socket(each.fileno(), name) else None
 
 
 def _shut(each: socket.socket, *, complete: bool) -> None:
-    """Shut down a TCP connection, and nothing else: gloo aborts the process without its listening sockets.
+    """Shut down a TCP connection. Other sockets are left alone: without its listening sockets gloo aborts the process.
 
-    Of a group that is `complete` only reading is shut down, and the connection is held for a while, so that its other
-    end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that
-    waits for it to be sent when the connection ends. The end of what is read wakes all that wait for messages.
+    Args:
+        each: the socket.
+        complete: whether the group was completely made. Then only reading is shut down, and a duplicate of the
+            descriptor is kept for a while, so that the other end can go on writing. When a write fails, gloo (torch
+            2.13) keeps the message, and the end of the connection does not wake a thread that waits for the message to
+            be sent. The end of the data to read wakes every thread that waits for a message.
     """
     is_ours = is_connection(each)
     if is_ours and complete:
@@ -218,10 +253,11 @@ def _shut(each: socket.socket, *, complete: bool) -> None:
 
 
 def _knock(each: socket.socket, ranks: int) -> bool:
-    """Connect to a listening socket of a group that is being made, as each rank would, and hang up.
+    """Connect to a listening socket of a group that is being made, as each of `ranks` ranks would, and hang up.
 
-    Of two ranks one waits for the other to connect. If that one dies before it does, there is no connection to cut, and
-    no call of torch ends the wait before the time of a collective is over (torch 2.13). Returns whether it listens.
+    Of each two ranks, one waits for the other to connect. If the other dies before it connects, there is no connection
+    to cut, and no call of torch ends the wait before a collective's timeout (torch 2.13). Returns whether `each`
+    listens.
     """
 
     if not listens(each):
@@ -230,15 +266,16 @@ def _knock(each: socket.socket, ranks: int) -> bool:
         with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
             knocking.settimeout(KNOCK_S)
             knocking.connect(each.getsockname())
-            knocking.sendall(struct.pack("=q", rank))  # By this number gloo knows the rank.
+            # By this number gloo knows which rank has connected.
+            knocking.sendall(struct.pack("=q", rank))
     return True
 
 
 def _deafen(each: socket.socket) -> bool:
-    """Shut down a listening socket of a group of NCCL that is being made. Returns whether it was one.
+    """Shut down a listening socket of an NCCL group that is being made. Returns whether `each` listens.
 
-    A communicator is made in one call, and torch knows it only afterwards, so there is nothing to abort yet. In that
-    call each rank waits for others to connect until its listening socket fails.
+    One call makes a communicator, and torch knows the communicator only after that call. Until then there is nothing to
+    abort: in the call each rank waits for others to connect, until its listening socket fails.
     """
 
     if not listens(each):
@@ -248,20 +285,23 @@ def _deafen(each: socket.socket) -> bool:
 
 
 SOCKETS = GroupSockets()
+# The store of the present generation; None where a store of torch's own is used.
 _store_in_use: Any = None
 _served: list[GroupStoreServer] = []
-"""The store that this process serves to its generation. It is closed at once, although the group is kept for a while:
-the next generation may have the same port, and two stores behind it would each get some of its ranks."""
+"""The store that this process serves to its generation, if it is rank 0. `leave` closes the store at once, although the
+group is kept for a while: the next generation may have the same port, and of two stores behind one port each would get
+some of the ranks."""
 
+# What was left, oldest first, and when (`time.monotonic`): groups, DDP modules and sockets that `tidy` releases.
 _retired: list[tuple[float, list[Any]]] = []
 
 
 _kept: list[Any] = []
-"""Every process group since `keep`, until `tidy` finds that its threads have no work left."""
+"""Every process group that was made since `keep`, until `tidy` finds that no group's thread has work left."""
 
 
 class _Kept(dict[Any, Any]):
-    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it until `tidy`."""
+    """A replacement of `_pg_map`, torch's map of known groups, that keeps groups after torch has removed them."""
 
     def __setitem__(self, group: Any, about: Any) -> None:
         _kept.append(group)
@@ -273,50 +313,57 @@ class _Kept(dict[Any, Any]):
 
 
 def keep() -> None:
-    """Keep every process group that is made from now on. Does nothing if torch has no such map.
+    """Keep every process group that is made from now on. Does nothing in a torch without `_pg_map`.
 
-    Torch destroys a gloo group with the last reference to it, which is often held by a DistributedDataParallel in a
-    local variable. The destructor joins gloo's threads while it holds the interpreter's lock (torch 2.13). A thread
-    that drops the last result of a collective at that moment needs the same lock, so that both wait for ever.
-    `destroy_process_group` still shuts a group down.
+    A gloo group is destroyed with the last reference to it, which a DistributedDataParallel in a local variable often
+    holds. The destructor joins gloo's threads while it holds the interpreter's lock (torch 2.13). If one of these
+    threads drops the last result of a collective at that moment, it needs the same lock, and both wait for ever. A kept
+    group is still shut down by `destroy_process_group`.
     """
     known = getattr(dist.distributed_c10d, "_pg_map", None)
     if type(known) is dict:
-        dist.distributed_c10d._pg_map = _Kept(known)  # Torch has no hook for a group's birth or end.
+        # Torch has no hook for the beginning or the end of a group.
+        dist.distributed_c10d._pg_map = _Kept(known)
 
 
 def note_groups() -> None:
-    """From now on the connections of all groups are noted, whichever call of torch makes them."""
+    """Note the connections of every group that is made from now on, whichever call of torch makes the group."""
     made: Any = dist.distributed_c10d._new_process_group_helper
     if getattr(made, "noted", False):
         return
 
     @functools.wraps(made)
     def make(*args: Any, **options: Any) -> Any:
+        # The helper's first argument is the group's size, its fourth the backend.
         with SOCKETS.noted(args[0], args[3], hears=_store_in_use is not None):
             group, store = made(*args, **options)
+            # A `GroupStore` has reported the addresses already.
             if _store_in_use is None and args[3] == "gloo":
                 _ask(store, args[0])
             return group, store
 
     make.noted = True  # type: ignore[attr-defined]
-    # Private, but `new_subgroups`, `init_device_mesh` and a `new_group` that was imported earlier all come here.
+    # The helper is private, but `new_subgroups`, `init_device_mesh` and a `new_group` that the script has imported
+    # earlier all look it up here. Wrapping the public calls would miss them.
     dist.distributed_c10d._new_process_group_helper = make
 
 
 def cut() -> None:
-    """Free the threads that wait in a group for a lost peer. May be called from any thread."""
+    """Free the threads that wait in a group for a lost peer: abort NCCL groups, and shut down sockets.
+
+    May be called from any thread.
+    """
     _abort()
     SOCKETS.cut()
 
 
 _aborts: dict[Any, threading.Thread] = {}
-"""Groups that are being aborted, each by a thread. The kernels end at once. Then NCCL waits up to a second for threads
-of its own (2.28, 2.30), which nobody has to wait for."""
+"""NCCL groups that are being aborted, each by a thread of its own. The kernels end at once. After that NCCL (2.28,
+2.30) waits up to a second for its own threads, and no caller should have to wait for that."""
 
 
 def _abort() -> None:
-    """Begin to abort all communicators of NCCL at once: each could wait for a kernel that waits for the next."""
+    """Begin to abort all NCCL groups at once. One after the other, each abort could wait for a kernel of the next."""
     for group in _aborted_ones():
         thread = threading.Thread(target=_abort_one, args=(group,), daemon=True)
         if _aborts.setdefault(group, thread) is thread:
@@ -324,6 +371,7 @@ def _abort() -> None:
 
 
 def _aborted_ones() -> list[Any]:
+    """The groups that are freed by an abort."""
     world: Any = dist.distributed_c10d._world
     return [each for each in list(world.pg_names) if dist.get_backend(each) in ABORTED]
 
@@ -331,12 +379,13 @@ def _aborted_ones() -> list[Any]:
 def _abort_one(group: Any) -> None:
     try:
         group.abort()
-    except Exception as error:  # noqa: BLE001  In a thread. A lost GPU fails the worker's next call.
+    except Exception as error:  # noqa: BLE001  A thread has no caller. After the loss of a GPU the next call fails.
         _log.info("a process group could not be aborted: %s", error)
 
 
 def leave() -> None:
     """Leave the default group and all others. Their sockets have been cut, or no thread waits in them."""
+    # A group that no thread waits in has not been cut yet.
     cut()
     while _served:
         _served.pop().close()
@@ -349,12 +398,14 @@ def _end_group() -> None:
     """Make torch forget the default group and all others."""
     names = dist.distributed_c10d._world.pg_names
     for group in _aborted_ones():
-        del names[group]  # It is being aborted. Torch shuts down what is in this table, and would wait for that.
+        # The group is being aborted. `destroy_process_group` shuts down each group in this table, and would wait for
+        # the abort.
+        del names[group]
     dist.destroy_process_group()
 
 
 def tidy() -> None:
-    """Release the groups that were left long ago. Called where no collective is under way."""
+    """Release what was left more than RETIRED_S ago. Call this where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
         _aborts.clear()
@@ -368,44 +419,50 @@ def tidy() -> None:
 
 
 def _idle() -> bool:
-    """Whether no thread of any group has a work left: all wait for one, without a limit, as the kernel shows.
+    """Whether no thread of any group has work left: all of them wait for work, which they do without a time limit.
 
-    The time alone is not enough: a process that was stopped, or had no share of the CPU, has older works than its clock
-    says. It decides only where the kernel does not show system calls.
+    RETIRED_S alone is not enough: in a process that was stopped, or got no processor time, the threads have not come as
+    far as the clock suggests. Where the kernel does not show system calls, RETIRED_S alone decides.
     """
     aborting = any(each.is_alive() for each in _aborts.values())
     return not aborting and all(call is not None and not _has_limit(call) for call in _waits())
 
 
 def is_stuck() -> bool:
-    """Whether a thread of a group waits for a peer. After a cut that ends, but see `InPlace._end_if_stuck`."""
+    """Whether a thread of a group waits for a peer. A cut ends such a wait; `InPlace._end_if_stuck` has exceptions."""
     return any(call is not None and _has_limit(call) for call in _waits())
 
 
 def _waits() -> Iterator[list[str] | None]:
-    """The system call in which each thread of a group waits, with its arguments; None for one that runs."""
+    """For each thread of a gloo group, the system call in which it waits, with its arguments; None for one that runs.
+
+    A call is a line of /proc/PID/task/TID/syscall: the number of the call, then the arguments in hexadecimal digits.
+    """
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not show it.
+        # The thread has ended meanwhile, or the kernel does not show its system call.
+        with contextlib.suppress(OSError):
             if (task / "comm").read_text().strip() == GROUP_THREAD:
                 call = (task / "syscall").read_text().split()
+                # For a thread outside of a system call the line is shorter.
                 yield call if len(call) >= 5 else None
 
 
 def _has_limit(call: list[str]) -> bool:
-    """Whether a thread waits until a certain time: for a peer, or for a lock."""
+    """Whether a thread waits with a time limit: for a peer, or for a lock."""
+    # The fourth argument of `futex` is a pointer to the time limit. The pointer is null without one.
     return int(call[4], 16) != 0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a generation have met, for messages that do not need the group.
+    """Where the ranks of a generation have met. They can exchange messages here without the process group.
 
     Attributes:
-        store: the generation's.
-        rank: this process's.
-        world_size: how many ranks there are.
-        nonce: the generation's.
-        over: whether another generation has begun.
+        store: the generation's store.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        nonce: the generation's nonce.
+        over: tells whether another generation has begun.
     """
 
     store: GroupStore
@@ -415,7 +472,10 @@ class Meeting:
     over: Callable[[], bool]
 
     def gather(self, name: str, value: str) -> list[str]:
-        """The values of all ranks under a name, by rank. A name is used once. Collective."""
+        """Store `value` for this rank, and return the values of all ranks under the same `name`, by rank. Collective.
+
+        A `name` may be used once in a generation.
+        """
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         return [each.decode() for each in self.store.exchange(keys[self.rank], value, keys)]
 
@@ -427,39 +487,46 @@ def meet(
     over: Callable[[], bool],
     make_group: Callable[..., None] = dist.init_process_group,
 ) -> Meeting:
-    """Make the default group of a generation. Any error means that a rank did not come, or was cut off.
+    """Make the default group of a generation.
 
     Args:
         worker: this process's seat.
-        backend: torch's name of it.
-        timeout_s: how long a collective may take, and how long to wait for the others now, who may be busy outside of a
-            step.
-        over: whether another seat has come; then this raises `Overtaken`.
+        backend: torch's name of the backend.
+        timeout_s: how long a collective may take, in seconds. It is also how long to wait now for the other ranks,
+            which may be busy outside of a step.
+        over: tells whether another seat has come.
         make_group: makes the group, with the arguments of `init_process_group`.
+
+    Raises Overtaken when another seat has come. Any other error means that a rank did not come, or was cut off.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
-    global _store_in_use  # noqa: PLW0603  As below.
+    global _store_in_use  # noqa: PLW0603  See where it is set.
     timeout = datetime.timedelta(seconds=timeout_s)
     hook = sys.excepthook
-    # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
+    # Torch names groups by a counter, and a meeting that failed leaves its count behind. Ranks with different counts
+    # would look for each other under different names, and never meet.
     dist.distributed_c10d._world.group_count = 0
-    # Gloo then asks a store for all addresses at once, not for one after the other, each twice.
+    # With this interface gloo asks a store for all addresses at once. Without it gloo asks for one after the other,
+    # each twice.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     try:
         with SOCKETS.noted(worker.world_size, backend, worker.master_port, hears=True):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            _store_in_use = _store(worker, timeout_s, over)  # Torch keeps no reference to a store made in Python.
+            # The global holds the store, because torch keeps no reference to a store that is made in Python.
+            _store_in_use = _store(worker, timeout_s, over)
             store = PrefixStore(prefix, _store_in_use)
             make_group(backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
     finally:
-        sys.excepthook = hook  # Each init wraps it once more.
+        # Each `init_process_group` wraps the hook once more.
+        sys.excepthook = hook
     return Meeting(_store_in_use, worker.rank, worker.world_size, worker.nonce, over)
 
 
 def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> GroupStore:
-    """The generation's store; rank 0 serves it, on the socket that its node has held for that."""
-    if over():  # It may have come before there was anything to cut.
+    """Connect to the generation's store. Rank 0 serves the store, on the listening socket that its node has held."""
+    # The newer seat may have come before there was a connection to cut.
+    if over():
         if worker.listen_fd >= 0:
             os.close(worker.listen_fd)
         raise Overtaken
@@ -469,7 +536,8 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
     while True:
         try:
             return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s, SOCKETS.hear)
-        except RuntimeError:  # Rank 0 may still be leaving the store of the generation before, at the same port.
+        except RuntimeError:
+            # Rank 0 may still be leaving the store of the generation before, which has the same port.
             if over():
                 raise Overtaken from None
             if time.monotonic() > deadline:
@@ -478,12 +546,15 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
 
 
 def has_subgroups() -> bool:
-    """Whether the script has groups of its own in this generation."""
+    """Whether the script has made process groups of its own in this generation."""
     return len(dist.distributed_c10d._world.pg_map) > 1
 
 
 def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters of a DDP module that are not frozen now. If it was just made, it exchanges their gradients."""
+    """The parameters of a DDP module that are not frozen now.
+
+    A DDP module exchanges the gradients of the parameters that were not frozen when the module was made.
+    """
     ignored = layer.parameters_to_ignore
     return [each for name, each in layer.module.named_parameters() if each.requires_grad and name not in ignored]
 
@@ -491,11 +562,15 @@ def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
 def obstacle(
     layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], given: Collection[object]
 ) -> str:
-    """Why a DDP module that exchanges gradients of `parameters` cannot be given another group, "" if it can.
+    """Why a DDP module cannot be given another group; "" if it can.
 
-    `given`: the Loop's objects.
+    Args:
+        layer: the DDP module.
+        parameters: the parameters whose gradients the module is believed to exchange, by `exchanged`.
+        given: the Loop's objects.
     """
     logger: Any = layer.logger
+    # The logger knows the number of parameters that the module's reducer was made for.
     if logger._get_ddp_logging_data().ints_map["num_parameter_tensors"] != len(parameters):
         return "parameters were frozen or unfrozen between DDP and the Loop"
     if layer.process_group is not dist.group.WORLD:
@@ -506,7 +581,8 @@ def obstacle(
         return "DDP's python reducer"
     if getattr(layer, "device_mesh", None) is not None:
         return "DDP has a device mesh"
-    # A newcomer's would be at its beginning (PowerSGD counts steps), and its collectives others than the survivors'.
+    # A newcomer's hook would begin with a fresh state (PowerSGD counts steps), and its collectives would differ from
+    # the survivors'. An object of the Loop travels to newcomers with its state.
     states = [state for _, state in layer._comm_hooks if state is not None and state is not dist.group.WORLD]
     if any(all(state is not each for each in given) for state in states):
         return "DDP has a communication hook with a state that was not given to the Loop"
@@ -514,9 +590,10 @@ def obstacle(
 
 
 def rebuild(layers: Iterable[tuple[DistributedDataParallel, Sequence[torch.nn.Parameter]]]) -> None:
-    """Give DDP modules the present default group, with a new reducer each for the same parameters as before.
+    """Give each DDP module the present default group, and a new reducer for the same parameters as before.
 
-    Everything below is private to torch and tested at each version that is supported; a public way does not exist.
+    There is no public way to do that. `_rebuild` uses private parts of torch, and is tested with each version of torch
+    that is supported.
     """
     for layer, parameters in layers:
         with _unfrozen(layer, parameters):
@@ -525,10 +602,10 @@ def rebuild(layers: Iterable[tuple[DistributedDataParallel, Sequence[torch.nn.Pa
 
 @contextlib.contextmanager
 def _unfrozen(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Only `parameters` of a module are not frozen in this block.
+    """In this block exactly `parameters` of the module are not frozen.
 
-    A reducer exchanges what is not frozen when it is made, for good. A survivor may have frozen layers since, and a
-    newcomer not yet.
+    A reducer exchanges, for good, the gradients of the parameters that are not frozen when the reducer is made. A
+    survivor may have frozen layers since its first reducer was made, and a newcomer has not frozen them yet.
     """
     wanted = {id(each) for each in parameters}
     differ = [each for each in layer.module.parameters() if each.requires_grad != (id(each) in wanted)]
@@ -544,9 +621,10 @@ def _unfrozen(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Para
 def _rebuild(layer: Any, world: Any) -> None:
     old, layer.process_group = layer.process_group, world
     layer._remove_autograd_hooks()
-    # Let go of before there is another, whose buckets then lie in the same memory: new memory may take as long as the
-    # step. A work of the old group that has not ended holds what it writes into.
+    # The old reducer is released before the new one is made, so that the new buckets lie in the same memory: writing to
+    # fresh memory may take as long as the step. A work of the old group that has not ended holds what it writes to.
     layer.reducer = layer.logger = None
+    # `_set_static_graph` below does nothing if the module is marked already.
     static, layer.static_graph = layer.static_graph, False
     parameters, sparse = layer._build_params_for_reducer()
     names = layer._build_debug_param_to_name_mapping(parameters)
@@ -564,11 +642,17 @@ def _rebuild(layer: Any, world: Any) -> None:
 
 
 def warm_up(place: torch.device) -> None:
-    """Make a step of a tiny model in the present group, because the first step takes ten times as long as the next."""
+    """Make a step of a tiny model in the present group: a first step takes ten times as long as the next.
+
+    Args:
+        place: the device on which the process computes.
+    """
+    # The script's random numbers must not depend on this model's initial weights.
     with torch.random.fork_rng(devices=[]):
         layer = DistributedDataParallel(torch.nn.Linear(1, 1).to(place))
     optimizer = torch.optim.AdamW(layer.parameters())
-    # Not `sum` alone: where cuBLAS is the first to use a GPU in a thread, torch prints a warning.
+    # `square` puts another kernel before the matrix product of the backward pass: torch prints a warning where cuBLAS
+    # is the first to use a GPU in a thread.
     layer(torch.zeros(1, 1, device=place)).square().sum().backward()
     optimizer.step()
     _retired.append((time.monotonic(), [layer]))
