@@ -1,9 +1,9 @@
-"""The disk tier: checkpoints that are whole, committed, and resumed from where the run says.
+"""Saves checkpoints to disk and restores them: the public `Checkpointer`, which `Loop` uses as well.
 
-Rank 0 saves. It takes a snapshot and leaves the rest to the thread of `snapshot`, at most one save at a time. A save
-becomes a commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does its draft
-become a manifest, and only after that is anything old deleted. A save that fails leaves the old head as it was, and
-training goes on.
+Rank 0 saves. It takes a snapshot, and the thread of `snapshot` does the rest; at most one save is in flight. A save
+becomes a commit when the agent's fenced transaction accepts it; without an agent it is a commit at once. Only then does
+its draft become a manifest, and only after that is anything old deleted. A save that fails leaves the old head as it
+was, and training goes on. Restoring resumes from exactly the commit that the run names (`restoring`).
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ from elasticrt.text import cut, packed
 _log = logging.getLogger(__name__)
 
 FAILED_S_MAX = 60.0
-"""How long a process that has failed, or hands over, waits for its last save. Its successor begins after it."""
+"""How long, in seconds, a process that has failed or hands over waits for its last save. Its successor starts only
+after it has ended."""
 
 UNSAVED_MAX_BYTES = 400
-"""What an agent tells of a save that has failed."""
+"""The largest reason, in bytes, that is sent to the agent for a save that has failed."""
 
 
 class Checkpointer:
-    """Saves and restores checkpoints in one directory. Create it on every rank.
+    """Saves and restores checkpoints in one directory. Create a Checkpointer on every rank.
 
     Args:
-        directory: created at the first save. Rank 0 saves to it; it may be shared, or each node's own.
+        directory: the checkpoint directory, which the first save creates. Rank 0 saves to it. It may be shared by all
+            nodes, or each node's own.
         keep: how many of the newest checkpoints to keep, at least 1.
 
-    `Loop` has one of its own; use this class in loops that are not a `Loop`.
+    A `Loop` has a Checkpointer of its own; use this class in training loops that are not a `Loop`.
 
     Attributes:
-        place: tells this directory from others of the run.
+        place: identifies this directory among the checkpoint directories of the run.
         start: a name for this start of the training, the same on all ranks; "" before `restore`.
-        snapshots: takes what is saved here.
+        snapshots: copies the state for each save.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -69,14 +71,18 @@ class Checkpointer:
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
         self.place = self._head.place
         self.snapshots = Snapshots()
+        # What has ended a save on the snapshot's thread; the next `wait` raises it.
         self._failure: BaseException | None = None
-        self._asked_step = -1
+        self._asked_step = -1  # The step of the newest `save` or `restore`; -1 for none.
         self.start = ""
         _live.add(self)
 
     @property
     def lacks_head(self) -> bool:
-        """Whether the newest commit is not in this directory, and may be lost with its node. Only for rank 0."""
+        """Whether the file of the newest commit is not in this directory, so that it may be lost with another node.
+
+        Only for rank 0.
+        """
         head = self._head.known
         return head is not None and not os.path.lexists(self._directory.path / head.file)
 
@@ -85,18 +91,18 @@ class Checkpointer:
         return newest_offer.adds(step, self._head.known, lacks_head=self.lacks_head)
 
     def save(self, state: Mapping[str, Any], *, step: int, epoch: int = 0) -> None:
-        """Copy `state` to the host now, and write and commit it in the background. Other ranks than 0 do nothing.
+        """Copy `state` to the host now, and write and commit the copy in the background. Only rank 0 saves.
 
         Args:
-            state: plain values and tensors by name (results of `state_dict()`), the same on all ranks.
-            step: steps trained in this state, not less than at the save before. Beside a Loop, which counts the run's
-                steps, it is a label of this directory's checkpoints, and may be less.
+            state: plain values and tensors by name, such as results of `state_dict()`, the same on all ranks.
+            step: the number of steps trained in this state, not less than at the save before. Beside a `Loop`, which
+                counts the run's steps, the number is only a label of this directory's checkpoints, and may be less.
             epoch: the epoch that the next step belongs to.
 
-        Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
-        something in `state` can't be saved, CheckpointError for a directory that can't be used or has checkpoints that
-        this script has not read, DuplicateError (exit code 7) when another live run saves to it, TypeError and
-        ValueError for other invalid arguments; a write that fails is a warning.
+        Waits for a save that is still in flight, at most 20 min, and while etcd does not answer. A write that fails is
+        a warning. Raises ConfigError when something in `state` can't be saved; CheckpointError when the directory can't
+        be used, or has checkpoints that this script has not read; DuplicateError (exit code 7) when another live run
+        saves to it; TypeError and ValueError for other invalid arguments.
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
@@ -105,24 +111,30 @@ class Checkpointer:
             self.snapshots.take(state, uses)
 
     def to_disk(self, *, step: int, epoch: int, patient: bool = True, of_loop: bool = True) -> list[Use]:
-        """The use that saves the snapshot which is taken next; none on other ranks than 0. Raises as `save`.
+        """The use, for `Snapshots.take`, that saves the next snapshot. None on other ranks than 0. Raises as `save`.
 
-        While etcd is away, it waits if `patient`, and else skips the save with a warning. `of_loop`: a Loop counts the
-        run's steps, and saves again after a change of the membership; its patient save is its last.
+        Args:
+            step, epoch: as for `save`.
+            patient: wait while etcd does not answer. Otherwise the save is skipped with a warning.
+            of_loop: whether a Loop saves. A Loop counts the run's steps, and saves again after a change of the
+                membership; its only patient save is its last one.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
         beside = self._head.is_beside(of_loop=of_loop)
-        # Of a Loop the run's head may be ahead: rank 0 has finished a step, saved it, and died alone. What is saved
-        # beside it may be ahead of its state as well, after a restart from an earlier step.
+        # Steps may not go back. Two cases look as if they did. A Loop's state may be behind the run's head: rank 0 has
+        # finished a step, saved it, and died alone. And after a restart from an earlier step, what is saved beside a
+        # Loop may be behind this directory's own head.
         known = None if of_loop else self._head.known
         least = self._asked_step if known is None else max(self._asked_step, known.step)
         if step < least and not beside:
             expected = f">= {least}, saved before"
             raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
+        # Without a Loop, the steps of the newest save count as the run's.
         if not (of_loop or self._head.run.has_loop):
             self._head.run.total = max(self._head.run.total, step)
+        # One save at a time: each commit names the one before as its parent.
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
         try:
@@ -138,7 +150,7 @@ class Checkpointer:
         return [partial(self._write_guarded, self._draft(step, epoch), of_loop, patient and of_loop)]
 
     def _draft(self, step: int, epoch: int) -> Manifest:
-        """The manifest of what is saved now, without size and digest."""
+        """The manifest of a save that begins now. Size and digest are not known yet."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
         known = self._head.known
         commit = Commit(
@@ -151,30 +163,34 @@ class Checkpointer:
             file=stem_of(step, worker.generation, nonce) + PAYLOAD,
             digest="0" * 64,
             size=0,
-            # The one before may be in the directory of another node, which was rank 0 then.
+            # The commit before may be in the directory of another node, which had rank 0 then.
             serial=max(self._directory.serial, 0 if known is None else known.serial) + 1,
             node=worker.node,
             place=self.place if worker.has_agent else "",
             total=0 if total == step else max(1, total),
             root="" if known is None else known.history,
         )
-        run = "" if worker.run_id == "none" else worker.run_id  # Torchrun's name for a run without one.
+        # "none" is torchrun's run id for a run without a name.
+        run = "" if worker.run_id == "none" else worker.run_id
         return Manifest(commit, run, collectives.rank_and_world()[1])
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process goes on as `worker`, with the state that descends from the run's head; so do all checkpointers.
+        """Go on as `worker` in another generation, with a state that descends from the run's head.
 
-        A save in flight is still of the old generation, and is refused.
+        That holds for every Checkpointer of this process. A save in flight still belongs to the old generation, and its
+        commit is refused.
         """
         self._head.move(worker)
         for each in list(_live):
             each._head.worker = worker
+            # Another node's rank 0 may have saved to the directory meanwhile.
             each._directory.disclaim()
 
     def wait(self, timeout_s: float = COMMIT_TIMEOUT_S) -> bool:
-        """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`.
+        """Wait until no save is in flight. Returns False, with a warning, when one still is after `timeout_s` seconds.
 
-        By default that is as long as a commit may take: a longer save is stuck in the file system.
+        The default is the longest time that a commit may take: a save that takes longer is stuck in the file system.
+        Raises what has ended the save before, such as DuplicateError.
         """
         if not self.snapshots.wait(timeout_s):
             _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
@@ -190,31 +206,36 @@ class Checkpointer:
         return self._directory.path in _unsaved
 
     def _end(self, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
-        """Wait for the last save; one that is not written by then is missed. Raises what has ended it."""
+        """Wait for the last save. After `timeout_s` seconds it counts as missed. Raises what has ended it."""
         if not self.wait(timeout_s):
             why = f"not written within {timeout_s:.0f} s"
             self._missed(CheckpointError, self._draft(max(0, self._asked_step), 0).commit, why)
 
     def finish(self) -> None:
-        """Wait for the last save: a training whose last state is not saved has failed.
+        """Wait for the last save. A training whose last state is not saved has failed.
 
-        Raises CheckpointError where the directory cannot be written to. Raises RuntimeError, which is not final, where
-        the commit was refused.
+        Raises CheckpointError, which ends the run, where the directory cannot be written to; RuntimeError, after which
+        the run may restart, where the commit was refused.
         """
         self._end()
         generation, error = _unsaved.pop(self._directory.path, (0, None))
-        # A save of an earlier generation is repeated by its successor.
+        # A missed save of an earlier generation is repeated in the present one, perhaps by another rank.
         if error is not None and generation == self._head.worker.generation:
             raise error
 
     def _missed(self, kind: type[Exception], commit: Commit, why: str | Exception, *, repeated: bool = False) -> None:
-        """Remember a save that has failed; its successor clears that. `repeated`: the next generation saves it.
+        """Remember a save that has failed, until a later save succeeds. The agent reports it to people.
 
-        The agent tells people of it; without an agent a warning does.
+        Args:
+            kind: the class of the error that is raised if no later save succeeds.
+            commit: what was to be committed.
+            why: the reason.
+            repeated: whether the next generation saves this state again. Then the failure needs no report.
         """
         step = commit.step
         missed = Unsaved(commit.reached, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
         told = repeated or agent_client.agent_link().say(missed)
+        # Without an agent the log is the only place where people see it.
         level = logging.INFO if told else logging.WARNING
         _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
@@ -227,23 +248,31 @@ class Checkpointer:
         _unsaved[self._directory.path] = (commit.generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
 
     def restore(self) -> State | None:
-        """The state to go on from, on all ranks alike; None when there is nothing to go on from.
+        """The state to resume from, the same on all ranks; None when there is none. Collective.
 
-        Under an agent that is exactly the commit that the run resumes from, whichever node has it. When its file is
-        damaged or on no node that is here, its nearest valid ancestor, with a warning. Collective. Raises
-        CheckpointError when there are checkpoints but none can be used, RuntimeError when going back to an ancestor
-        can't be recorded.
+        Under an agent that is exactly the commit that the run resumes from, whichever node has it. If its file is
+        damaged, or on no node of this generation, it is the nearest valid ancestor of that commit, with a warning.
+
+        Raises CheckpointError when there are checkpoints but none can be used; RuntimeError when going back to an
+        ancestor can't be recorded.
         """
         found = self.begin(claim=False)
-        # The script may keep what it gets, and memory that ranks share must not be kept.
+        # Copied, because the script may keep what it gets, and the tensors map memory that all ranks of the machine
+        # share.
         return None if found is None else replace(found, data=plain_copy(found.data, "checkpoint"))
 
     def begin(self, *, fresh: bool = False, claim: bool = True) -> State | None:
-        """`restore` for a Loop: with `claim` the directory is taken for saving at once.
+        """`restore` for a Loop. Collective.
 
-        The tensors lie in memory that the ranks of a machine share: a Loop copies from them, and keeps none. `fresh`:
-        start over beside what is there, except after a restart, which goes on from what this run has saved. Raises
-        DuplicateError when another live process saves there, and what `restore` raises.
+        The tensors of the result lie in memory that the ranks of a machine share: a Loop copies from them, and keeps
+        none of them.
+
+        Args:
+            fresh: start over beside the checkpoints that are there. A restart ignores this, and resumes from what this
+                run has saved.
+            claim: take the directory for saving at once.
+
+        Raises DuplicateError when another live process saves there, and what `restore` raises.
         """
         restoring = Restoring(self._directory, self._shown, self._head)
         state = restoring.run(claim=claim, fresh=fresh)
@@ -251,7 +280,8 @@ class Checkpointer:
         self._head.run.heads[self.place] = restoring.found
         if state is not None:
             self._asked_step = state.step
-            if not self._head.is_beside(of_loop=claim):  # Else its steps are labels.
+            # The steps of a checkpoint that was saved beside a Loop are only labels.
+            if not self._head.is_beside(of_loop=claim):
                 self._head.run.total = max(self._head.run.total, state.total)
         return state
 
@@ -262,11 +292,15 @@ class Checkpointer:
             self._failure = error
 
     def _write(self, draft: Manifest, of_loop: bool, last: bool, snapshot: Snapshot) -> None:
-        """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""
+        """Save a snapshot, on the snapshot's thread: payload, draft, fenced commit, mark. Delete old files only then.
+
+        Whenever this process dies, the old head is whole, or the new one is.
+        """
         started, step = time.monotonic(), draft.commit.step
         try:
             commit = self._directory.write(draft, snapshot.write_to)
-            snapshot.is_done = True  # The commit may take long: it waits for etcd.
+            # The next snapshot may reuse the memory now: the commit waits for etcd, which may take long.
+            snapshot.is_done = True
         except (OSError, Unfit) as error:
             self._missed(CheckpointError, draft.commit, error)
             return
@@ -279,7 +313,8 @@ class Checkpointer:
                 what = "the checkpoint of step %d is not saved in %s: the membership has changed meanwhile"
                 _log.warning(what, step, self._shown)
                 return
-            if not over:  # One of a generation that is over may have been committed, unheard.
+            # A save whose generation is over may have been committed, with the answer lost: its files stay.
+            if not over:
                 with contextlib.suppress(OSError):
                     self._directory.discard(commit)
             self._missed(RuntimeError, draft.commit, reply.reason, repeated=over)
@@ -294,9 +329,10 @@ class Checkpointer:
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-# By directory, the last save of this process if it failed: its generation, and the error that fails the script.
+# By directory: the generation of this process's last save, if that save failed, and the error that fails the script.
 _unsaved: dict[Path, tuple[int, Exception]] = {}
 
+# A forked child, such as a DataLoader worker, must not fail for the saves of its parent.
 os.register_at_fork(after_in_child=_unsaved.clear)
 
 
@@ -312,7 +348,8 @@ def _finish_saves() -> None:
             _log.info("the last save failed: %s: %s", type(error).__name__, error)
             missed = missed or error
     now = agent_client.worker_env().generation
-    # Of one that is gone. A save of an earlier generation is repeated by its successor, perhaps on another rank.
+    # A Checkpointer that was garbage-collected has left its failure in `_unsaved`. A missed save of an earlier
+    # generation is repeated in the present one, perhaps by another rank.
     missed = missed or next((error for generation, error in _unsaved.values() if generation == now), None)
     if missed is None or not ends_well:
         return
@@ -321,5 +358,5 @@ def _finish_saves() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # The only way to another exit code from an exit hook.
+    # An exit hook has no other way to change the exit code.
     os._exit(missed.exit_code if isinstance(missed, ElasticError) else 1)

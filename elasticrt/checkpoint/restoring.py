@@ -1,8 +1,8 @@
-"""Restoring, by all ranks together: from the memory copy that the run resumes from, or the best checkpoint on disk.
+"""Restores the state, by all ranks together: from the run's memory copy, or from the best checkpoint on disk.
 
-Rank 0 says where the run goes on. One rank of each node offers the best checkpoint of its own directory, and every rank
-makes the same choice (`newest_offer`): nodes need no shared directory, and cannot disagree. The chosen rank verifies
-and opens its file before any other gets a byte of it. If it is damaged, that rank offers its next best.
+Rank 0 says where the run resumes. One rank of each node offers the best checkpoint of its own directory, and every rank
+chooses the same offer (`newest_offer`). So nodes need no shared directory, and cannot disagree. The chosen rank
+verifies and parses its file before it sends a byte of it. If the file is damaged, that rank offers its next best one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class State:
-    """What `restore` found.
+    """The state that `restore` has found.
 
     Attributes:
         step: as passed to `save`.
         epoch: as passed to `save`.
-        world_size: of the generation that saved it.
-        run: the run that saved it, "" when it had no name.
-        data: what was saved, tensors on the host. `state[name]` reads from it.
-        total: steps that the run had trained until then, in all its directories.
+        world_size: the number of processes in the generation that saved it.
+        run: the id of the run that saved it; "" if the run had no name.
+        data: what was saved, with its tensors on the host. `state[name]` reads from it.
+        total: the steps that the run had trained by then, over all its checkpoint directories.
     """
 
     step: int
@@ -60,7 +60,17 @@ class State:
 
 
 class Restoring:
-    """One rank's part in a search for the state to go on from, in its `directory`, which the script calls `shown`."""
+    """One rank's part in the search for the state to resume from.
+
+    Args:
+        directory: this rank's checkpoint directory.
+        shown: the directory's path as the script gives it, for messages.
+        head: the head of the directory, as this process knows it.
+
+    Attributes:
+        start: after `run` a name for this start of the training, the same on all ranks.
+        found: after `run` the commit that the state descends from, if any.
+    """
 
     def __init__(self, directory: CheckpointDirectory, shown: str, head: DirectoryHead) -> None:
         self._directory = directory
@@ -68,19 +78,22 @@ class Restoring:
         self._head = head
         self._worker = head.worker
         self._rank, _ = collectives.rank_and_world()
-        self._resume: Commit | None = None
+        self._resume: Commit | None = None  # The commit that rank 0 says to resume from; None if it knows none.
         self._candidates: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
-        self._best: tuple[int, Manifest] | None = None
+        self._best: tuple[int, Manifest] | None = None  # What this rank offers, after its kind (`newest_offer`).
         self._marked = False  # Whether this rank's directory has commits, usable or not, as far as is known.
-        self._troubles: list[str] = []
-        self.start = ""  # After `run` a name for this start of the training, the same on all ranks.
-        self.found: Commit | None = None  # After `run` the commit that the state descends from, if any.
+        self._troubles: list[str] = []  # What is wrong with files in this rank's directory.
+        self.start = ""
+        self.found: Commit | None = None
 
     def run(self, *, claim: bool, fresh: bool) -> State | None:
         """Find the state; None: begin at the beginning. Collective.
 
-        With `claim` take the directory for saving; with `fresh` start over. Raises as `Checkpointer.restore`, and
-        DuplicateError with `claim` where another live run saves.
+        Args:
+            claim: take the directory for saving.
+            fresh: start over.
+
+        Raises as `Checkpointer.restore`; with `claim` also DuplicateError when another live run saves there.
         """
         collectives.require_group("Checkpointer.restore")
         verdict, failure, payload = dict[str, Any](), None, None
@@ -88,6 +101,7 @@ class Restoring:
             try:
                 verdict, payload = self._verdict(claim, fresh)
             except ElasticError as error:
+                # The other ranks wait in the broadcast below: they must learn of the error before it is raised.
                 failure, verdict = error, {"error": str(error)}
         verdict = json.loads(collectives.broadcast_bytes(json.dumps(verdict).encode()))
         if "error" in verdict:
@@ -95,26 +109,30 @@ class Restoring:
         self.start = verdict["start"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
         local_rank = collectives.local_rank_of(0)
-        # The other ranks of a node would read the same directory, and find the same in it.
+        # One rank of each node reads: the others would read the same directory and find the same. Rank 0 always reads,
+        # in case it is not its node's local rank 0.
         if 0 in (self._rank, local_rank):
             self._read_directory()
         if verdict["copy"] is None and not verdict["over"]:
             return self._from_disk(claim)
+        # Nothing is restored from disk, but later saves must be numbered above all that any rank knows.
         self._exchange()
         return None if verdict["over"] else _from_memory(Copy(**verdict["copy"]), payload)
 
     def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
-        """On rank 0: where this directory goes on, and the memory copy if it resumes from one."""
+        """On rank 0: where this directory resumes, as fields for all ranks, and the memory copy if there is one."""
         if claim:
             try:
                 self._directory.claim(self._head.take)
             except OSError as error:
-                if self._worker.resume_step == 0:  # No step is lost by ending.
+                # At the beginning of a run, ending costs no step. Later, training goes on without saving.
+                if self._worker.resume_step == 0:
                     raise self._directory.unusable(error) from error
                 _log.warning("nothing can be saved in %s now, each save tries again: %s", self._shown, error)
         resume = self._head.resume_point()
         copy = self._copy(resume)
-        # The user's wish to start over holds for the first start of a run, not for its restarts.
+        # The user's wish to start over holds for the first start of a run. A restart must not lose what the run has
+        # saved since.
         wished = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
         over = wished and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0
         verdict = {
@@ -126,24 +144,28 @@ class Restoring:
         return verdict, None if copy is None else memory_tier.read(self._worker)
 
     def _copy(self, resume: Commit | None) -> Copy | None:
-        """The memory copy that this directory resumes from, if the run resumes from one of this directory."""
+        """The memory copy that this directory resumes from; None if the run resumes from a checkpoint, or elsewhere."""
         worker = self._worker
         if worker.copy is None or worker.copy.place not in ("", self._head.place):
             return None
+        # This process has restored the directory before, and its training has gone on from there.
         if not self._head.knows_nothing:
-            return None  # This process has restored before, and moved on since.
+            return None
+        # The copy is not newer than this directory's own head. It was only newer than the run's head, which is another
+        # directory's commit.
         if resume is not None and resume != worker.resume and worker.copy.step <= resume.reached:
-            return None  # Another directory's commit made it look newer than it is.
+            return None
         return worker.copy
 
     def _from_disk(self, claim: bool) -> State | None:
-        """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
+        """The best state that any rank has on disk. Rank 0 reports it, and makes its commit the head if it is not."""
         while True:
             offers = self._exchange()
             try:
                 source = choose(offers, resuming=self._resume is not None)
             except LookupError:
-                text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may name their directories differently.
+                # All ranks raise the text of rank 0: nodes may name their directories differently.
+                text = self._refusal(offers) if self._rank == 0 else ""
                 raise self._unusable_for_all(collectives.broadcast_bytes(text.encode()).decode()) from None
             if source is None:
                 self._warn(distinct_troubles(offers))
@@ -153,8 +175,9 @@ class Restoring:
             assert commit is not None, "only NOTHING has none"
             payload, data = self._verified() if self._rank == source else (None, {})
             payload = share_payload(payload, commit.size, commit.digest, source)
+            # The offer has turned out to be damaged. Its rank offers the next best.
             if payload is None:
-                continue  # It has turned out to be damaged.
+                continue
             if self._rank != source:
                 data = parse(payload)
             if self._rank == 0:
@@ -170,7 +193,10 @@ class Restoring:
         return error
 
     def _exchange(self) -> list[Offer]:
-        """The offers of all ranks. Collective. What this rank writes next is numbered above all of them."""
+        """The offers of all ranks, by rank. Collective.
+
+        This rank's next commit will have a serial number above all that any rank knows.
+        """
         mine = Offer(
             marked=self._marked,
             highest=max(self._directory.serial, 0 if self._resume is None else self._resume.serial),
@@ -187,7 +213,10 @@ class Restoring:
     # This rank's directory.
 
     def _read_directory(self) -> None:
-        """List what this rank could send. A directory that can't be read counts as having commits: it may hold some."""
+        """List what this rank could send.
+
+        A directory that can't be read counts as one that has commits: otherwise the run could start over beside them.
+        """
         try:
             if not self._directory.open(create=False):
                 return
@@ -197,22 +226,22 @@ class Restoring:
             self._marked = True
             return
         self._marked = bool(history.marked)
-        # A resume point whose manifest is missing is known from etcd.
+        # The manifest of the resume point may be missing or damaged: etcd has the same commit.
         point = "" if self._resume is None else self._resume.file
         self._troubles += [each for each in history.troubles if not point or not each.startswith(f"{point}: ")]
         self._candidates = self._usable(history)
         self._best = next(self._candidates, None)
 
     def _usable(self, history: History) -> Iterator[tuple[int, Manifest]]:
-        """What to try, in this order, if its payload is here, as far as can be seen without reading it.
+        """The checkpoints to try, in this order, each with its kind (`newest_offer`), whose payloads seem to be here.
 
-        What the run has committed after its resume point comes first: an etcd that was put back to a backup has
-        forgotten it.
+        "Seem": a payload is looked at, but not read. What the run has committed after its resume point comes first: an
+        etcd that was restored from a backup has forgotten these commits.
         """
         resume, run = self._resume, self._worker.run_id
         ordered = [(OLDER, each) for each in history.candidates()]
         if resume is not None:
-            # As etcd records it, not as the directory says. Without a manifest here the world size is not known.
+            # The commit as etcd has it, not as a file says. The world size is only in the manifest; 0: not known.
             known = history.manifests.get(resume.nonce, Manifest(resume, run, 0))
             point = RESUME, Manifest(resume, run, known.world_size)
             beyond = [(BEYOND, each) for each in history.beyond(resume, run)]
@@ -221,7 +250,8 @@ class Restoring:
             try:
                 self._directory.look(manifest.commit)
             except (Unfit, OSError) as error:
-                # A resume point without a manifest here is in another node's directory, and nothing is wrong with this.
+                # A resume point without a manifest here was saved by another node. Then nothing is wrong with this
+                # directory.
                 elsewhere = kind == RESUME and manifest.commit.nonce not in history.marked | history.manifests.keys()
                 if not (elsewhere and isinstance(error, FileNotFoundError)):
                     self._troubles.append(f"{manifest.commit.file}: {error}")
@@ -229,7 +259,7 @@ class Restoring:
                 yield kind, manifest
 
     def _verified(self) -> tuple[Payload | None, dict[str, Any]]:
-        """What this rank offers, and what is in it; nothing when it turns out to be damaged."""
+        """The payload that this rank offers, and its content. (None, {}) when the payload turns out to be damaged."""
         assert self._best is not None, "it was chosen"
         commit = self._best[1].commit
         try:
@@ -240,16 +270,21 @@ class Restoring:
             self._best = next(self._candidates, None)
             return None, {}
         try:
-            self._directory.mark(commit)  # Whatever is offered was committed.
-        except OSError as error:  # A reader may lack the right.
+            # Only commits are offered. This process's predecessor may have died between commit and mark.
+            self._directory.mark(commit)
+        except OSError as error:
+            # A process that only reads may lack the right to write.
             _log.info("%s could not be marked as committed: %s", commit.file, error)
         return payload, data
 
     # What rank 0 says and does.
 
     def _make_head(self, commit: Commit, *, of_loop: bool) -> None:
-        """Raises RuntimeError when `commit` can't replace the head that was passed over: memory copies would be taken
-        for descendants of that one."""
+        """Make `commit` the head again, if it is not.
+
+        Raises RuntimeError when `commit` can't replace the head that was passed over. Memory copies of the state would
+        then count as descendants of that head.
+        """
         if self._resume is not None and self._resume.nonce == commit.nonce:
             return
         reply = self._head.go_back(commit, beside=self._head.is_beside(of_loop=of_loop))
@@ -259,7 +294,7 @@ class Restoring:
             _log.warning("step %d could not be recorded as the run's head: %s", commit.step, reply.reason)
 
     def _all_troubles(self, offers: list[Offer]) -> list[str]:
-        """What is wrong with the files of all ranks, and where the resume point is, which was passed over."""
+        """What is wrong with the files of all ranks. Also where the resume point is, if no rank has its file."""
         troubles, resume = distinct_troubles(offers), self._resume
         if resume is not None and not any(resume.file in each for each in troubles):
             wrote = f", {resume.node} has written it to {unpacked(resume.directory)}" if resume.node else ""
@@ -292,7 +327,7 @@ class Restoring:
         return fresh if self._worker.has_agent else "ELASTICRT_FRESH=1"
 
     def _refusal(self, offers: list[Offer]) -> str:
-        """Why the run stops here, and what its user can do."""
+        """The error's text when no checkpoint can be used: why the run stops, and what its user can do."""
         resume, found = self._resume, "; ".join(self._all_troubles(offers)) or "nothing"
         expected, ways = "a committed checkpoint that is whole", "Put a good copy back"
         if resume is not None:
@@ -304,10 +339,11 @@ class Restoring:
 
 
 def _from_memory(copy: Copy, payload: Payload | None) -> State:
-    """What rank 0 has of its `copy`, on all ranks."""
+    """The state in the memory copy that rank 0 has read, on all ranks. Collective."""
     payload = share_payload(payload, copy.size, copy.digest)
     assert payload is not None, "rank 0 has read it"
     data = parse(payload)
     ours = data.get(OURS)
+    # A copy counts the steps of the run. Those of this Loop are in its position.
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)

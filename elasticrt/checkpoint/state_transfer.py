@@ -101,7 +101,7 @@ class Spare:
             here = []
         self._tensors: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         for each in here:
-            # Not `torch.zeros`, which may leave the pages untouched until the first write.
+            # The kernel assigns a page at the first write: `zero_` makes that happen here.
             made = [torch.empty(each.shape, dtype=each.dtype).zero_() for _ in range(SPARE_COPIES)]
             self._tensors.setdefault((each.shape, each.dtype), []).extend(made)
 

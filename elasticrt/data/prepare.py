@@ -1,11 +1,12 @@
-"""One process builds the data, the others wait, and none ever sees half of it.
+"""`prepare`: one process builds the data, the others wait, and no process ever sees half of the data.
 
-The builder writes into a private directory beside the destination, which is then synced and renamed into place together
-with a record of every file: name, size, time and SHA-256. A directory whose record fits is used as it is; any other is
-built again.
+The builder writes into a private directory, the workshop, beside the destination. The workshop is then synced and
+renamed into place, together with a record of every file: name, size, modification time and SHA-256. A directory that
+fits its record is used as it is; any other is built again.
 
-One process at a time has the right to build. On a node it is a file lock, which ends with its holder. For storage that
-nodes share it is a claim through the agents, fenced by the generation. Both have the same methods.
+One process at a time has the right to build. On a node the right is a file lock, which ends with its holder
+(`LockRight`). For storage that nodes share it is a claim in etcd through the agents, fenced by the generation
+(`ClaimRight`). Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.std_streams import say
 
 PROGRESS_S = 10.0
-"""A rank that waits names the builder as often as this."""
+"""A rank that waits names the builder once in so many seconds."""
 
 RECORD = ".elasticrt-prepared.json"
-"""The record of a prepared directory. It lies inside of it, so that both appear in one rename."""
+"""The name of the record. It lies inside of the prepared directory, so that one rename shows both."""
 
 _FORMAT = 1
 _READ_BYTES = 1 << 20
+# How long, in seconds, an agent may take to answer one request.
 _ANSWER_S = 60.0
 _VISIBLE_S = 60.0
-"""How long a network file system may take to show what another node has published."""
+"""How long, in seconds, a network file system may take to show what another node has published."""
 
 UNSURE_S = 1200.0
-"""How long etcd may be away or full: longer than an agent lives without it."""
+"""How long, in seconds, etcd may be unreachable or full. An agent gives up on etcd earlier than that."""
 
+# The longest text of a build function's error that is sent through etcd.
 _ERROR_CHARS = 1000
+# By lock file, the lock between the threads of this process.
 _threads: dict[str, threading.Lock] = {}
 
 
@@ -60,26 +64,32 @@ def prepare(
     scope: Literal["node", "shared"] = "node",
     timeout_s: float | None = None,
 ) -> Path:
-    """The directory `path`, built by `build` exactly once, complete. Call it on every rank, before or after `init`.
+    """Build the directory `path` exactly once, in one process. Returns its path when it is complete.
+
+    Call this on every rank, before or after `init`.
 
     Args:
-        path: where the result lies; its parent must be writable. A result that is there and fits its record is reused.
-        build: called in one process with an empty private directory, which it fills. What it returns is ignored.
+        path: the directory of the result; its parent must be writable. A result that is there and fits its record is
+            reused.
+        build: the function that builds. It is called in one process, with the path of an empty private directory, which
+            it fills. Its return value is ignored.
         version: a result of another version is built again.
-        scope: "node": every node builds for itself. "shared": one node builds for all (the storage is shared).
-        timeout_s: how long to wait for another builder, in seconds; None: as long as it lives.
+        scope: "node": every node builds for itself. "shared": one node builds for all nodes, which share the storage.
+        timeout_s: how long to wait for another builder, in seconds; None: as long as the builder lives.
 
-    A builder that dies is replaced by a process that waits. One that raises, or leaves its directory empty, fails with
-    PreparationError, which ends the run; in the "shared" scope all nodes fail with its error. Raises PreparationError
-    too when `timeout_s` passes, TypeError, ValueError and ConfigError for invalid arguments.
+    If the builder dies, a process that waits takes over. If `build` raises, or leaves its directory empty, the builder
+    fails with PreparationError, which ends the run; in the "shared" scope all nodes fail with that error. Raises
+    PreparationError too when `timeout_s` passes; TypeError, ValueError and ConfigError for invalid arguments.
 
-    After `init` no rank returns before all nodes have their data: what follows is often a collective, and those wait
-    for half an hour only.
+    After `init` no rank returns before all nodes have their data. What follows is often a collective, and a collective
+    waits for half an hour only.
     """
     target = _checked(path, build, version, scope, timeout_s)
     limit_s = math.inf if timeout_s is None else timeout_s
-    ranks = None  # Before `init`, and where ranks come one after the other.
-    if "torch.distributed" in sys.modules:  # Data can be prepared without loading torch; then there is no group.
+    # None before `init`, and in a block of `local_first` or `global_first`, where ranks must not wait for each other.
+    ranks = None
+    # Data can be prepared without loading torch. Then there is no process group, and no reason to import torch now.
+    if "torch.distributed" in sys.modules:
         from elasticrt.distributed.barrier import Barrier, together
 
         ranks = Barrier(f"prepare({str(target)!r})") if together() else None
@@ -90,7 +100,8 @@ def prepare(
     try:
         _ready(target, build, version, scope, limit_s)
     except PreparationError as error:
-        with contextlib.suppress(RuntimeError):  # The other ranks may have ended: this error is what counts.
+        # The other ranks may have ended, and the store with them. The error to raise is the one of the build.
+        with contextlib.suppress(RuntimeError):
             ranks.through(str(error))
         raise
     ranks.through()
@@ -115,13 +126,14 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
         while True:
             if right.ask():
                 try:
-                    page.building = 1  # The agent lets it finish when the membership changes.
+                    # While this is set, the agent lets the build finish when the membership changes.
+                    page.building = 1
                     if _build(right, target, build, version):
                         return
                 finally:
                     page.building = 0
                     right.release()
-            # Another process has built it, or takes over from here: this one has no right, or has lost it.
+            # This process has no right to build, or has lost the right meanwhile. Another process builds.
             if fits(target, version):
                 return
             _pause(right, target, time.monotonic() - began, limit_s)
@@ -135,7 +147,10 @@ def _failed(target: Path, error: OSError) -> PreparationError:
 
 
 def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s: float) -> None:
-    """Wait until it is time to ask for the right again, and say so. Raises PreparationError after `limit_s`."""
+    """Wait until it is time to ask for the right again, and name the builder every PROGRESS_S.
+
+    Raises PreparationError when `waited_s`, the time since the first question, has reached `limit_s`.
+    """
     if waited_s >= limit_s:
         got = f"{waited_s:.0f} s; built by {right.holder}"
         remedy = "Give it a larger timeout_s, or look at what the builder is doing"
@@ -148,7 +163,8 @@ def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s
 
 def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
     """Build and publish. False when the right was lost meanwhile: then the result of another builder counts."""
-    if fits(target, version):  # It may have been built while this process waited.
+    # The data may have been built while this process waited for the right. To publish nothing settles a claim.
+    if fits(target, version):
         return right.publish(lambda: None)
     right.sweep()
     workshop = target.with_name(f".{target.name}.{right.workshop}-{secrets.token_hex(8)}")
@@ -164,7 +180,7 @@ def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], 
 
 
 def _fill(workshop: Path, target: Path, build: Callable[[Path], object], version: str) -> None:
-    """Run the user's function in a private directory, which is then complete and durable. Raises PreparationError."""
+    """Run the user's function in the workshop, then write the record and sync. Raises PreparationError."""
     try:
         workshop.mkdir(DIRECTORY_MODE)
         try:
@@ -201,15 +217,16 @@ def _checked(path: object, build: object, version: object, scope: object, timeou
 
 
 def _publish(workshop: Path, target: Path, version: str) -> None:
-    """Put the result in place in one rename. What is there and does not fit is renamed first."""
+    """Put the result in place in one rename. A directory that is there and does not fit is renamed first."""
     if fits(target, version):
         return
     aside = None
     if os.path.lexists(target):
         ours = (target / RECORD).is_file()
-        aside = workshop.with_name(f"{workshop.name}-old")  # If this process dies, it is swept as the workshop is.
+        # With a workshop's name: if this process dies now, `sweep` removes the old directory as well.
+        aside = workshop.with_name(f"{workshop.name}-old")
         if not ours and any(target.iterdir()):
-            # Something else than a prepared directory: it may be the only copy.
+            # Not a prepared directory. It may be the user's only copy of something, so it is kept.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
         target.rename(aside)
@@ -222,7 +239,7 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
 def _describe(directory: Path, version: str, shown: str) -> None:
     """Write the record of everything in `directory`, and make all of it durable.
 
-    Raises PreparationError, with the name `shown`, when there is nothing in it; OSError.
+    Raises PreparationError, which names the directory `shown`, when there are no files in it; OSError.
     """
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
     if not paths:
@@ -233,10 +250,10 @@ def _describe(directory: Path, version: str, shown: str) -> None:
 
 
 def fits(directory: Path, version: str) -> bool:
-    """Whether the `directory` is there, of this `version`, and every file is as it was published.
+    """Whether `directory` is there, is of this `version`, and has every file as it was published.
 
-    A file of the same size and modification time is taken as unchanged, so that a restart does not read all data again;
-    any other, such as that of a copy, is compared by digest.
+    A file with the size and modification time of the record counts as unchanged, so that a restart does not read all
+    data again. A file with another time, as in a copied directory, is compared by its digest.
     """
     try:
         record = json.loads((directory / RECORD).read_text())
@@ -255,7 +272,7 @@ def _is_as_it_was(path: Path, entry: dict[str, Any]) -> bool:
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """Size, time and digest of a file. A link counts as what it leads to."""
+    """Size, modification time and digest of a file. A symbolic link counts as the file that it leads to."""
     status, digest = path.stat(), hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -264,19 +281,19 @@ def _stamp(path: Path) -> dict[str, Any]:
 
 
 class LockRight:
-    """The right to build on this node: a lock beside the directory, which ends with its holder.
+    """The right to build on this node: a lock on a file beside the directory. The lock ends with its holder.
 
-    A POSIX record lock: forks do not inherit it, as they do with flock, so that a DataLoader's worker that outlives a
-    killed trainer keeps no other process waiting. Such locks do not exclude threads of one process; an ordinary lock
-    does. The file stays, because to remove a lock file is a race.
+    It is a POSIX record lock, which forks do not inherit, unlike a lock by `flock`. So a DataLoader worker that
+    outlives a killed trainer keeps no other process waiting. Record locks do not exclude threads of one process from
+    each other; an ordinary `threading.Lock` does. The file stays, because removing a lock file is a race.
 
     Args:
         target: the directory to build.
 
     Attributes:
-        poll_s: seconds between two questions.
-        holder: who builds, in words.
-        workshop: a part of the names of the private directories that are built in.
+        poll_s: the pause between two attempts to take the right, in seconds.
+        holder: the process that builds, in words.
+        workshop: a part of the names of the workshops, the private directories that are built in.
     """
 
     poll_s = 0.1
@@ -290,7 +307,7 @@ class LockRight:
         self._fd = -1
 
     def ask(self) -> bool:
-        """Take the right if it is free. Raises OSError."""
+        """Take the right if it is free, and return whether this process has it. Raises OSError."""
         if not self._thread.acquire(blocking=False):
             return False
         with contextlib.ExitStack() as stack:
@@ -298,7 +315,8 @@ class LockRight:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # Either says that another process has it, which says who it is.
+            except (BlockingIOError, PermissionError):
+                # Either error means that another process has the lock. That process has written its name to the file.
                 self.holder = os.read(self._fd, 100).decode(errors="replace") or self.holder
                 return False
             os.ftruncate(self._fd, 0)
@@ -307,15 +325,15 @@ class LockRight:
         return True
 
     def sweep(self) -> None:
-        """Before building: remove what dead builders left."""
+        """Before building: remove the workshops of dead builders. No other builder lives, as this one has the lock."""
         for leftover in self._target.parent.glob(f".{self._target.name}.{self.workshop}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:
-        """The build has failed. The next process that gets the lock builds, and fails, by itself."""
+        """The build has failed with `error`. The next process that gets the lock builds, and fails, by itself."""
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
-        """Put the result in place. No other process can have the lock meanwhile."""
+        """Put the result in place. Always true: no other process can have taken the lock meanwhile."""
         put_in_place()
         return True
 
@@ -328,14 +346,14 @@ class LockRight:
 
 
 class ClaimRight:
-    """The right to build for all nodes: a claim that this node's agent makes in etcd. As LockRight.
+    """The right to build for all nodes: a claim that this node's agent makes in etcd. It has the methods of LockRight.
 
-    Only local rank 0 claims, so that a node never builds twice. The other local ranks wait for the result; should
-    their node's builder fail, its error ends the generation and them with it.
+    Only local rank 0 claims, so a node never builds twice. The other local ranks wait for the result. If their node's
+    builder fails, its error ends the generation, and these ranks with it.
 
     Args:
         target: the directory to build, on storage that all nodes share.
-        version: of what is built.
+        version: the version of the data.
     """
 
     poll_s = 0.5
@@ -348,13 +366,18 @@ class ClaimRight:
         self._claims = worker.local_rank == 0
         self._generation = worker.generation
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
+        # Keys in etcd take a limited set of characters. The digest tells apart directories of the same name.
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
         self.holder = "another process of this node"
-        self._refusal, self._since = "", 0.0  # The last answer's, and since when it is so.
+        self._refusal, self._since = "", 0.0  # The refusal in the last answer, and since when it is the same.
         self.workshop = f"shared-{self._generation}"
 
     def ask(self) -> bool:
-        """Claim. Raises PreparationError when the build has failed elsewhere, or its result does not show."""
+        """Claim, and return whether this process may build.
+
+        Raises PreparationError when the build has failed on another node, or when its result does not become visible
+        here.
+        """
         if not self._claims:
             return False
         reply = self._claim()
@@ -369,18 +392,22 @@ class ClaimRight:
         return reply.ok
 
     def sweep(self) -> None:
-        """Only of earlier generations: a builder of this one may be paused, and live."""
+        """Before building: remove the workshops of earlier generations.
+
+        Those of this generation stay. A builder that has lost its claim may only be paused, and write on later.
+        """
         for leftover in self._target.parent.glob(f".{self._target.name}.shared-*"):
             generation = leftover.name.rpartition("shared-")[2].partition("-")[0]
             if generation.isdigit() and int(generation) < self._generation:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:
-        """All nodes fail with `error`."""
+        """The build has failed. All nodes fail with `error`."""
         self._request(lambda number: Built(number, self._name, self._version, error[:_ERROR_CHARS]))
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
-        """Put the result in place and record it, if the claim still stands. False when it was lost."""
+        """Put the result in place and record that in etcd, if the claim still stands. False when the claim was lost."""
+        # A builder keeps its claim, so another Claim asks whether it still stands.
         while (reply := self._claim()).refusal == "unsure":
             time.sleep(self.poll_s)
         if not reply.ok:
@@ -389,10 +416,13 @@ class ClaimRight:
         return self._request(lambda number: Built(number, self._name, self._version)).ok
 
     def release(self) -> None:
-        """A claim ends by what was said of it, or with its builder's lease."""
+        """Nothing to do: a claim ends when its result or failure is recorded, or with the lease of its builder."""
 
     def _claim(self) -> Reply:
-        """Ask for the claim. After "unsure" it may stand, and is asked for again. Raises PreparationError."""
+        """Ask for the claim. After the refusal "unsure" it may stand all the same, and the caller asks again.
+
+        Raises PreparationError when the agent refuses for good, or when etcd has not answered for UNSURE_S.
+        """
         reply = self._request(lambda number: Claim(number, self._name, self._version))
         if reply.refusal != self._refusal:
             self._refusal, self._since = reply.refusal, time.monotonic()

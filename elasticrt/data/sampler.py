@@ -1,7 +1,8 @@
-"""Samplers whose position survives any change of the world size.
+"""The samplers: which samples this rank trains, with a position that survives any change of the world size.
 
 The order of an epoch is a pure function of (number of samples, seed, epoch). A sampler's state counts the samples that
-were *trained* (`advance`), never those that a prefetching loader has drawn. `sample_order` does the rest.
+were *trained* (`advance`), never those that a prefetching loader has drawn. The division among ranks is arithmetic
+(`sample_order`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from elasticrt.errors import CheckpointError, explain, flag, whole_number
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """The shuffled order of an epoch: an int64 tensor of shape (samples,), the same in every process."""
-    # Hashed, because seed + epoch would give run 1's epoch 2 and run 2's epoch 1 the same order.
+    # Seed and epoch are hashed. Their sum would give epoch 2 with seed 1 and epoch 1 with seed 2 the same order. The
+    # shift makes 63 bits of the digest's 64, as `manual_seed` takes a signed number.
     digest = hashlib.sha256(f"elasticrt {seed} {epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(samples, generator=generator)
 
 
 class _Position:
-    """The position in an epoch: which epoch, how many of its samples are trained, and their order."""
+    """The part that both samplers share: the epoch, how many of its samples are trained, and their order.
+
+    Args:
+        dataset: anything with a length.
+        shuffle, seed: as for the samplers.
+        rank, world_size: given by the script, or both None.
+
+    Raises TypeError and ValueError for invalid arguments.
+    """
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int, rank: int | None, world_size: int | None) -> None:
         self._where = type(self).__name__
@@ -40,7 +50,7 @@ class _Position:
         self._seed = whole_number(seed, "seed", self._where, 0)
         if (rank is None) != (world_size is None):
             raise ValueError(explain("give both or none", self._where, got=f"rank={rank}, world_size={world_size}"))
-        self._given: tuple[int, int] | None = None
+        self._given: tuple[int, int] | None = None  # Rank and world size, if the script has given them.
         if rank is not None and world_size is not None:
             whole_number(world_size, "world_size", self._where, 1)
             if whole_number(rank, "rank", self._where, 0) >= world_size:
@@ -48,13 +58,13 @@ class _Position:
             self._given = rank, world_size
         self._epoch = 0
         self._consumed = 0
-        self._order: tuple[int, torch.Tensor] | None = None
-        # The settings that may be others when the run goes on from a checkpoint.
+        self._order: tuple[int, torch.Tensor] | None = None  # An epoch and its shuffled order, made when needed.
+        # Settings that divide an epoch into steps. They are not in `state_dict`: a run may resume with others.
         self._cut: dict[str, Any] = {}
 
     @property
     def has_given_rank(self) -> bool:
-        """Whether the rank is that of an argument, which stays what it is when the process gets another one."""
+        """Whether the script has given the rank, which then stays the same when the process gets another rank."""
         return self._given is not None
 
     @property
@@ -64,22 +74,22 @@ class _Position:
 
     @property
     def consumed(self) -> int:
-        """Samples of this epoch that the whole world has trained."""
+        """The number of samples of this epoch that the whole world has trained."""
         return self._consumed
 
     @property
     def trained(self) -> int:
-        """The same over all epochs."""
+        """The number of samples that the whole world has trained over all epochs."""
         return self._epoch * self._samples + self._consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`. The current epoch keeps its position: a resumed one is not repeated."""
+        """Go to the beginning of `epoch`. The current epoch keeps its position, so a resumed epoch is not repeated."""
         if whole_number(epoch, "epoch", self._where, 0) != self._epoch:
             self._epoch = epoch
             self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it depends on, as plain values."""
+        """The position, and the settings that give it its meaning, as plain values."""
         return {
             "kind": self._where,
             "samples": self._samples,
@@ -90,9 +100,9 @@ class _Position:
         }
 
     def settings(self) -> dict[str, Any]:
-        """What decides beside the position which samples a step has, as plain values: ranks of one run have the same.
+        """The settings that decide, with the position, which samples a step has. Plain values, the same on all ranks.
 
-        Empty with a rank that is given: each rank may then have data of its own.
+        Empty if the script has given the rank: each rank may then have data of its own.
         """
         if self.has_given_rank:
             return {}
@@ -100,10 +110,13 @@ class _Position:
         return {**own, **self._cut}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. The world size and the batch size may differ from those that saved it.
+        """Go to a saved position. World size and batch size may differ from those at the save.
 
-        Raises CheckpointError when the position would mean other samples: another dataset length, or, in the middle of
-        an epoch, another seed or another `shuffle`.
+        Args:
+            state: a result of `state_dict`.
+
+        Raises CheckpointError when the position would mean other samples: with another dataset length, or, in the
+        middle of an epoch, with another `seed` or `shuffle`.
         """
         own = self.state_dict()
         missing = set(own) - set(state)
@@ -123,6 +136,7 @@ class _Position:
         return self._given or rank_and_world()
 
     def _indices(self, start: int, stop: int) -> list[int]:
+        """The dataset indices at the positions [start, stop) of this epoch's order."""
         if not self._shuffle:
             return list(range(start, stop))
         if self._order is None or self._order[0] != self._epoch:
@@ -132,23 +146,24 @@ class _Position:
 
 
 class ElasticBatchSampler(_Position, Sampler[list[int]]):
-    """A batch sampler: this rank's part of each global batch, cut into micro-batches. For `DataLoader(batch_sampler=)`.
+    """A batch sampler for `DataLoader(batch_sampler=)`: this rank's slice of each global batch, cut into micro-batches.
 
     Args:
         dataset: anything with a length; only the length is used.
-        global_batch_size: samples per optimizer update, over all ranks.
-        micro_batch_size: the most samples in one forward; None: a rank's whole slice at once.
-        shuffle: a new order each epoch, from `seed`.
-        seed: the same on all ranks.
-        drop_last: leave out the last global batch of an epoch when it is smaller. Otherwise each sample counts once.
-        rank: of this process; by default that of the process group, looked up when iterated. With one that is given all
-            workers restart when the membership changes.
-        world_size: processes in all; given with `rank`, or not at all.
+        global_batch_size: the number of samples in one optimizer update, over all ranks.
+        micro_batch_size: the largest number of samples in one forward; None: a rank's whole slice at once.
+        shuffle: whether each epoch has a new order, which follows from `seed`.
+        seed: the seed of the order, the same on all ranks.
+        drop_last: leave out the last global batch of an epoch when it is smaller. Otherwise each sample of an epoch
+            counts exactly once.
+        rank: the rank of this process. By default it is the rank in the process group, looked up at each iteration. If
+            a rank is given, all workers restart when the membership changes.
+        world_size: the number of processes; given together with `rank`, or not at all.
 
     Attributes:
         micro_batch_size: as given.
 
-    Raises TypeError and ValueError for arguments that cannot be.
+    Raises TypeError and ValueError for invalid arguments.
     """
 
     def __init__(
@@ -169,7 +184,8 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
         self.micro_batch_size = micro_batch_size
         self._drop_last = flag(drop_last, "drop_last", self._where)
-        # Not `micro_batch_size`: it moves no sample from one step to another, and machines may have unlike memory.
+        # Without `micro_batch_size`, which moves no sample from one step to another. Ranks may differ in it, as their
+        # machines may differ in memory.
         self._cut = {"global_batch_size": self._batch_size, "drop_last": self._drop_last}
         if self._drop_last and self._samples < self._batch_size:
             got = f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True"
@@ -177,22 +193,26 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             raise ValueError(explain(what, self._where, got=got, remedy=remedy))
 
     def __len__(self) -> int:
-        """Global batches of a full epoch: the same at any position and any world size."""
+        """The number of global batches in a full epoch: the same at any position and any world size."""
         return sample_order.batch_count(self._samples, 0, self._batch_size, drop_last=self._drop_last)
 
     @property
     def remaining(self) -> int:
-        """Global batches of this epoch that are not trained yet."""
+        """The number of global batches of this epoch that are not trained yet."""
         return sample_order.batch_count(self._samples, self._consumed, self._batch_size, drop_last=self._drop_last)
 
     def advance(self) -> None:
-        """The whole world has trained the next global batch. `Loop` calls this; a loop of one's own does it itself."""
+        """Count the next global batch as trained by the whole world.
+
+        `Loop` calls this. In a training loop without `Loop`, call it after each optimizer update. Raises ValueError at
+        the end of the epoch.
+        """
         if not self.remaining:
             raise ValueError(explain("advanced past the end of the epoch", self._where, got=f"epoch {self._epoch}"))
         self._consumed = min(self._consumed + self._batch_size, self._samples)
 
     def shares(self) -> Iterator[sample_order.BatchSlice]:
-        """What this rank runs from this position on, one share for each batch that `iter` yields."""
+        """This rank's slices from the present position to the end of the epoch: one for each batch of `__iter__`."""
         rank, world_size = self._rank_and_world()
         bounds = sample_order.batch_bounds(self._samples, self._consumed, self._batch_size, drop_last=self._drop_last)
         return (
@@ -202,31 +222,32 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         )
 
     def indices(self, share: sample_order.BatchSlice) -> list[int]:
-        """The dataset indices of a share that count. A borrowed sample does not."""
+        """The dataset indices in `share` that count. A borrowed sample (weight 0) does not count."""
         return self._indices(share.start, share.stop) if share.weight else []
 
     def __iter__(self) -> Iterator[list[int]]:
         """Lists of dataset indices from the present position to the end of the epoch. Drawing changes no state."""
-        # Not a generator function: the position is the one at this call, not at the first draw.
+        # Not a generator function, which would read the position at the first draw instead of at this call.
         return (self._indices(share.start, share.stop) for share in self.shares())
 
 
 class ElasticDistributedSampler(_Position, Sampler[int]):
     """torch's DistributedSampler with a position: shuffle everything, leave out what is consumed, then stride by rank.
 
-    All ranks get equally many indices. As with DistributedSampler that repeats up to world_size - 1 samples at the end
-    of an epoch (or with `drop_last` leaves up to that many out); use `ElasticBatchSampler` to count each exactly once.
+    All ranks get the same number of indices. As with DistributedSampler, up to world_size - 1 samples are therefore
+    repeated at the end of an epoch, or left out with `drop_last`. Use `ElasticBatchSampler` to count each sample
+    exactly once.
 
     Args:
         dataset: anything with a length; only the length is used.
-        num_replicas: processes in all; by default those of the process group, looked up when iterated. With a number
-            that is given all workers restart when the membership changes.
-        rank: of this process; given with `num_replicas`, or not at all.
-        shuffle: a new order each epoch, from `seed`.
-        seed: the same on all ranks.
-        drop_last: leave out up to world_size - 1 samples instead of repeating so many.
+        num_replicas: the number of processes. By default it is the world size of the process group, looked up at each
+            iteration. If a number is given, all workers restart when the membership changes.
+        rank: the rank of this process; given together with `num_replicas`, or not at all.
+        shuffle: whether each epoch has a new order, which follows from `seed`.
+        seed: the seed of the order, the same on all ranks.
+        drop_last: leave out up to world_size - 1 samples instead of repeating as many.
 
-    Raises TypeError and ValueError for arguments that cannot be.
+    Raises TypeError and ValueError for invalid arguments.
     """
 
     def __init__(  # noqa: PLR0917  The order of DistributedSampler's own arguments.
@@ -243,20 +264,23 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
         self._cut = {"drop_last": self._drop_last}
 
     def __len__(self) -> int:
-        """Indices per rank of a full epoch at the present world size."""
+        """The number of indices per rank in a full epoch, at the present world size."""
         return sample_order.batch_count(self._samples, 0, self._rank_and_world()[1], drop_last=self._drop_last)
 
     @property
     def remaining(self) -> int:
-        """Samples of this epoch that the world has not trained yet."""
+        """The number of samples of this epoch that the whole world has not trained yet."""
         return self._samples - self._consumed
 
     def advance(self, samples: int) -> None:
-        """The whole world has trained `samples` more: batch size x world size, cut at the end of the epoch."""
+        """Count `samples` more samples as trained by the whole world: batch size x world size after each update.
+
+        The count stops at the end of the epoch.
+        """
         self._consumed = min(self._consumed + whole_number(samples, "samples", self._where, 0), self._samples)
 
     def __iter__(self) -> Iterator[int]:
-        """Dataset indices of this rank from the present position to the end of the epoch."""
+        """Dataset indices of this rank, from the present position to the end of the epoch."""
         rank, world_size = self._rank_and_world()
         if self._samples and not len(self):
             got = f"{self._samples} samples for {world_size} ranks, drop_last=True"

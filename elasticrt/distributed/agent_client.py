@@ -1,8 +1,8 @@
-"""The link from a training process to its agent: requests that are answered, reports that never wait, new seats.
+"""The link from a training process to its agent: requests with answers, reports that never wait, new seats.
 
-There is none without an agent. A forked child, such as a DataLoader worker, inherits the socket but must not use it:
-two processes that write frames into one stream tear both. Every send therefore checks the process id. Standard library
-only, because scripts that never import torch use it as well.
+Without an agent there is no link. A forked child, such as a DataLoader worker, inherits the socket but must not use it:
+two processes that write frames into one stream destroy each other's frames. Every send therefore checks the process id.
+This module uses the standard library only, because scripts that never import torch use it as well.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class AgentClient:
-    """A channel to the agent, shared by all threads of this process. A thread of its own reads it.
+    """The channel to the agent, shared by all threads of this process. A thread of the client's own reads it.
 
     Args:
-        channel: None where there is no agent: nothing is sent, and requests are refused.
+        channel: the channel. None where there is no agent: then nothing is sent, and requests are refused.
 
     Attributes:
         linked: whether there was an agent.
@@ -45,29 +45,36 @@ class AgentClient:
         self.linked = channel is not None
         self._channel = channel
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # Of sending, `_closed` and `_waiting`.
-        self._closed = "" if self.linked else "there is none"  # Why nothing can be sent any more.
-        self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}  # By number of the request: where its answer goes.
+        self._lock = threading.Lock()  # Guards sending, `_closed` and `_waiting`.
+        self._closed = "" if self.linked else "there is none"  # Why nothing can be sent any more; "" while it can.
+        self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}  # Where an answer goes, by number of its request.
         self._numbers = itertools.count(1)
-        self._news = threading.Condition()  # Of what follows.
+        self._news = threading.Condition()  # Guards the attributes below.
         self._released = False
-        self._announced = self._taken = 0  # Numbers of seats: the newest that has come, and the one that was taken.
-        self._seat: tuple[int, WorkerEnv] | None = None  # The newest that is not taken, with its number.
-        self._on_seat: Callable[[], object] = bool
+        # Seats are numbered in the order of their arrival: the newest that has come, and the newest that was taken.
+        self._announced = self._taken = 0
+        self._seat: tuple[int, WorkerEnv] | None = None  # The newest seat with its number, until it is taken.
+        self._on_seat: Callable[[], object] = bool  # See `follow`.
         if channel is not None:
             threading.Thread(target=self._read, args=(channel,), name="elasticrt-link", daemon=True).start()
 
     def request(self, make: Callable[[int], Message], timeout_s: float, fds: Sequence[int] = ()) -> Reply | None:
-        """Send `make(number)`, with `fds`, and wait for the answer; None if it is not there after `timeout_s` seconds.
+        """Send a request and wait for the answer; None if there is no answer after `timeout_s` seconds.
 
-        Without an agent, or when it ends meanwhile, the answer is a refusal.
+        Without an agent, or when the agent ends meanwhile, the answer is a refusal.
+
+        Args:
+            make: makes the request with the number that it gets.
+            timeout_s: how long to wait, in seconds.
+            fds: file descriptors that travel with the request.
         """
         if os.getpid() != self._pid:
             return Reply(0, ok=False, reason="a forked child has no agent")
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         with self._lock:
             number = next(self._numbers)
-            self._waiting[number] = answer  # Before it is sent: the answer may come at once.
+            # Registered before the request is sent, because the answer may come at once.
+            self._waiting[number] = answer
             problem = self._send(make(number), fds)
         try:
             return _refusal(number, problem) if problem else answer.get(timeout=timeout_s)
@@ -78,7 +85,7 @@ class AgentClient:
 
     def post(self, message: Message) -> bool:
         """Send a small report if that needs no waiting. Returns whether it was sent."""
-        # A unix socket is writable while three quarters of its buffer are free: a report then fits.
+        # Linux calls a unix socket writable while three quarters of its buffer are free. A report then fits.
         if self._channel is None or os.getpid() != self._pid or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -87,14 +94,14 @@ class AgentClient:
             self._lock.release()
 
     def say(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send a message that has no answer, waiting for room. Returns whether it was sent: not without an agent."""
+        """Send a message that has no answer, and wait for room. Returns whether it was sent; False without an agent."""
         if os.getpid() != self._pid:
             return False
         with self._lock:
             return not self._send(message, fds)
 
     def follow(self, on_seat: Callable[[], object]) -> None:
-        """From now on the reading thread calls `on_seat` for each new seat, before it can be taken."""
+        """From now on the reading thread calls `on_seat` for each new seat, before the seat can be taken."""
         self._on_seat = on_seat
 
     @property
@@ -104,13 +111,17 @@ class AgentClient:
 
     @property
     def overtaken(self) -> bool:
-        """Whether a newer seat has come than the one that was taken. True before anything is cut for it."""
+        """Whether a newer seat has come than the one that was taken last.
+
+        This becomes true before connections are cut for the new seat. An error by the cut is thus known as such.
+        """
         return self._announced != self._taken
 
     def wait_for_seat(self) -> WorkerEnv | None:
-        """Take the newest seat, once there is one. None if the agent has released this worker, or is gone.
+        """Take the newest seat, once there is one. None if the agent has released this worker, or has ended.
 
-        Only the agent knows how long: too few nodes wait for others, and a newcomer waits while the others pause.
+        There is no timeout, because only the agent knows how long a seat may take: with too few nodes the run waits for
+        others, and a newcomer waits while the training is in a pause.
         """
         with self._news:
             self._news.wait_for(lambda: self._seat is not None or self._released)
@@ -120,9 +131,12 @@ class AgentClient:
             return seat
 
     def linger(self, code: int, wait_s: float, then: Callable[[], object]) -> None:
-        """Report that the script has ended with `code`, and wait for Release or for the end of the agent.
+        """Report the end of the script, and wait for Release or for the end of the agent.
 
-        `then` is called if that takes longer than `wait_s` seconds.
+        Args:
+            code: the script's exit code.
+            wait_s: after so many seconds of waiting, `then` is called, and the wait goes on.
+            then: what to do in a long wait.
         """
         with self._lock:
             problem = self._send(Done(code))
@@ -134,7 +148,7 @@ class AgentClient:
                 self._news.wait_for(lambda: self._released)
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
-        """Send under the lock. Returns why that was not possible, or ""."""
+        """Send a message; the caller holds `_lock`. Returns why that was not possible, or ""."""
         if self._channel is not None and not self._closed:
             try:
                 self._channel.send(message, fds)
@@ -143,9 +157,10 @@ class AgentClient:
         return self._closed
 
     def _read(self, channel: Channel) -> None:
+        """Deliver what the agent sends, on the reading thread, until the agent has ended."""
         try:
             while True:
-                # No deadline: this thread has nothing else to do, and ends with the agent or the process.
+                # Without a deadline: this thread has nothing else to do, and ends with the agent or the process.
                 received = channel.receive()
                 if received is not None:
                     self._deliver(*received)
@@ -155,6 +170,7 @@ class AgentClient:
                 refused = list(self._waiting.items())
         for number, answer in refused:
             answer.put(_refusal(number, self._closed))
+        # The end of the agent releases the worker: no seat can come any more.
         self._deliver(Release(), [])
 
     def _deliver(self, message: Message, fds: list[int]) -> None:
@@ -165,7 +181,8 @@ class AgentClient:
             os.close(fd)
         if isinstance(message, Reply):
             answer = self._waiting.get(message.request)
-            if answer is not None:  # Else the request has waited too long.
+            # A request whose timeout has passed is not registered any more.
+            if answer is not None:
                 answer.put(message)
         elif isinstance(message, Release):
             with self._news:
@@ -176,7 +193,7 @@ class AgentClient:
             _show_collectives()
 
     def _seated(self, message: Reseat, fds: list[int]) -> None:
-        """Keep a new seat. The old group is cut first, because the main thread may be waiting in it."""
+        """Keep a new seat. The old group is cut first, because the main thread may be waiting in that group."""
         here = worker_env()
         seat = replace(
             WorkerEnv.from_env({**os.environ, **message.env}),
@@ -187,9 +204,11 @@ class AgentClient:
             error_file=here.error_file,
         )
         self._announced += 1
-        # Before the seat can be taken: what is cut must not be the new group.
+        # This cuts the present group. The seat is offered only afterwards: otherwise the main thread could take it, and
+        # the cut would hit the new group.
         self._on_seat()
         with self._news:
+            # A seat that was never taken is replaced. Its listening socket is of no use any more.
             if self._seat is not None and self._seat[1].listen_fd >= 0:
                 os.close(self._seat[1].listen_fd)
             self._seat = self._announced, seat
@@ -201,7 +220,10 @@ def _refusal(number: int, problem: str) -> Reply:
 
 
 def _show_stack() -> None:
-    """Write the main thread's stack on the status page, as faulthandler does, while it cannot run on."""
+    """Write the main thread's stack on the status page, in faulthandler's form.
+
+    The main thread cannot run on meanwhile, because this thread holds the interpreter's lock.
+    """
     page_fd, main = worker_env().page_fd, threading.main_thread().ident
     frame = None if page_fd < 0 or main is None else sys._current_frames().get(main)
     if frame is None:
@@ -224,22 +246,27 @@ def _show_collectives() -> None:
         return
     try:
         page.begun = dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() else 0
-    except (RuntimeError, AttributeError) as error:  # The main thread is just leaving or making a group.
+    except (RuntimeError, AttributeError) as error:
+        # The main thread is just leaving or making a group.
         _log.debug("how many collectives have begun is not known: %s", error)
     recorder = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     page.flights = shortened(recorder()) if recorder is not None else ""
 
 
 def take_seat(seat: WorkerEnv) -> None:
-    """Make this process the worker that `seat` describes, in its environment as well."""
+    """Make this process the worker that `seat` describes, also in the environment variables."""
     os.environ.update(seat.to_env())
     worker_env.cache_clear()
-    worker_env()  # Read at once: the script may write to these variables later.
+    # Read at once, because the script may write to these variables later.
+    worker_env()
 
 
 @lru_cache(maxsize=1)
 def worker_env() -> WorkerEnv:
-    """What the agent told this process, if it has one. Raises ConfigError when it is malformed."""
+    """The settings of this worker, which its agent has put into the environment. Without an agent they say nothing.
+
+    Raises ConfigError when they are malformed.
+    """
     try:
         return WorkerEnv.from_env(os.environ)
     except ValueError as error:
@@ -249,29 +276,30 @@ def worker_env() -> WorkerEnv:
 
 @lru_cache(maxsize=1)
 def agent_link() -> AgentClient:
-    """This process's link. The first call adopts the descriptor and begins to read."""
+    """This process's link to its agent. The first call adopts the descriptor and begins to read."""
     worker = worker_env()
     return AgentClient(None if worker.channel_fd < 0 else Channel.adopt(worker.channel_fd))
 
 
 @lru_cache(maxsize=1)
 def status_page() -> StatusPage:
-    """This process's status page; without an agent one that only this process sees."""
+    """This process's status page; without an agent, a page that only this process sees."""
     return StatusPage(worker_env().page_fd)
 
 
 @lru_cache(maxsize=1)
 def show_stacks() -> None:
-    """Let the agent see the main thread's stack: at `messages.Look`, and at STACKS_SIGNAL unless the script uses it.
+    """Let the agent see the main thread's stack by STACKS_SIGNAL, unless the script uses this signal itself.
 
-    The signal is for a thread that holds the interpreter's lock, and for a script without a Loop, which has no link:
-    then nobody reads messages, and faulthandler writes the stack from C.
+    The agent asks by the message `messages.Look` first, which the link's thread answers. That thread cannot answer
+    while another thread holds the interpreter's lock, and a script without a Loop has no link. In these cases the agent
+    sends the signal, and faulthandler writes the stack from C.
     """
     worker = worker_env()
     if worker.page_fd < 0 or signal.getsignal(STACKS_SIGNAL) != signal.SIG_DFL:
         return
     os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
-    # Only the thread that gets the signal, which is the main one: faulthandler would read frames of the others while
-    # they change. Those of a main thread that runs Python code may be half made: measured, a crash in 5,000 signals
-    # (CPython 3.11). So the agent asks by a message first.
+    # Faulthandler shows only the thread that gets the signal, which is the main one: it would read the frames of other
+    # threads while these change. In a main thread that runs Python code even its own frames may be half made: measured,
+    # one crash in 5,000 signals (CPython 3.11). That is why the agent asks by a message first.
     faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=False, chain=False)
