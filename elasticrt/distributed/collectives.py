@@ -1,7 +1,7 @@
-"""Collectives of bytes and whole numbers, in tensors. Nothing is ever pickled.
+"""Collectives of bytes and whole numbers, and what this process knows of its group. Nothing is ever pickled.
 
-Every function here is collective: all ranks of the default process group call it, in the same order. Without a group,
-or alone, each is the identity.
+`gather_numbers`, `gather_bytes` and `broadcast_bytes` are collective: all ranks of the default process group call them,
+in the same order. Without a group, or in a group of one, they return what they got.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticrt.errors import ConfigError
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Rank and world size: of the process group, else of the launcher's environment, else (0, 1).
+    """Rank and world size: from the process group, else from the launcher's variables, else (0, 1).
 
     Raises ConfigError when RANK or WORLD_SIZE is malformed.
     """
@@ -28,16 +28,19 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def local_rank_of(rank: int) -> int:
-    """The number on its node of this process, which is `rank` of the world.
+    """The local rank of this process, which has `rank` in the world; without a launcher `rank` itself.
 
-    Also where each worker sees one GPU only, and LOCAL_RANK is 0 for all.
+    Where each worker sees one GPU only, LOCAL_RANK is 0 for all of them. The local rank is then the agent's.
     """
     worker = agent_client.worker_env()
     return worker.local_rank if worker.gpu else launched("LOCAL_RANK", rank)
 
 
 def launched(name: str, default: int) -> int:
-    """The number that the launcher has set in the environment; `default` without one. Raises ConfigError."""
+    """The whole number in the environment variable `name`, which a launcher sets; `default` if it is not set.
+
+    Raises ConfigError when the variable is malformed.
+    """
     text = os.environ.get(name, "")
     try:
         value = int(text) if text else default
@@ -50,7 +53,7 @@ def launched(name: str, default: int) -> int:
 
 
 def require_group(where: str) -> None:
-    """Raise ConfigError if there are several processes but no process group."""
+    """Raise ConfigError if there are several processes but no process group. `where` is the caller's name."""
     _, world_size = rank_and_world()
     if world_size > 1 and not dist.is_initialized():
         raise ConfigError(
@@ -63,24 +66,28 @@ def require_group(where: str) -> None:
 
 
 def alone() -> bool:
-    """Whether there are no other ranks."""
+    """Whether this process has no other ranks beside it."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def sequence_number() -> int:
     """How many collectives this rank has begun in the default group."""
-    world: Any = dist.GroupMember.WORLD  # None without a group. Asked for twice in each step, so by the shortest way.
+    # None without a group. This is called twice in each step, so it takes the shortest way to the group.
+    world: Any = dist.GroupMember.WORLD
     return 0 if world is None else int(world._get_sequence_number_for_group())
 
 
 def device() -> torch.device:
-    """Where tensors must lie to travel: the GPU with plain NCCL, the host otherwise."""
+    """The device on which tensors must lie for a collective: the GPU if NCCL is the only backend, else the CPU."""
     backend = dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
-    """What each rank passed in, by rank: as many whole numbers of 64 bits with a sign everywhere."""
+    """The `numbers` of each rank, by rank. Collective.
+
+    All ranks pass the same number of them, each a signed integer of 64 bits.
+    """
     if alone():
         return [list(numbers)]
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device())
@@ -90,21 +97,23 @@ def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """What each rank passed in, by rank."""
+    """The `data` of each rank, by rank. Collective. Sizes may differ."""
     if alone():
         return [data]
+    # `all_gather` needs tensors of one size: all are padded to the largest.
     sizes = [size for (size,) in gather_numbers([len(data)])]
     mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-    if data:  # `frombuffer` refuses an empty buffer.
+    # `frombuffer` refuses an empty buffer.
+    if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     travelling = mine.to(device())
     gathered = [torch.empty_like(travelling) for _ in sizes]
     dist.all_gather(gathered, travelling)
-    # Not by way of numpy, which torch does not require.
+    # By a list, because `Tensor.numpy` needs numpy, which torch does not require.
     return [bytes(each[:size].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """The bytes that rank 0 passed in, on every rank. They should be few: all ranks' are gathered for that."""
+    """The `data` of rank 0, on every rank. Collective. Meant for small data: every rank gathers as much from each."""
     rank, _ = rank_and_world()
     return gather_bytes(data if rank == 0 else b"")[0]

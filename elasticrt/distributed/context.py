@@ -1,7 +1,7 @@
-"""`init` and `Context`: this process's rank, device and process group. The first call of a training script.
+"""`init` and `Context`: this process's rank, device and process group. `init` is the first call of a training script.
 
 The same script runs under `elasticrt run`, under torchrun and alone. `init` reads the variables that either launcher
-sets (RANK, WORLD_SIZE ...), never a scheduler's: SLURM_* describes the allocation, not this process.
+sets (RANK, WORLD_SIZE ...). It never reads those of a scheduler: SLURM_* describes the allocation, not this process.
 """
 
 from __future__ import annotations
@@ -35,28 +35,32 @@ SURVIVE = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_RAS_ENABLE": "0",
 }
-"""Under an agent only `regroup` ends the work of NCCL. Torch's watchdog would end the process that lost a peer, and its
-monitor a process whose watchdog waits for a communicator that is being aborted. Asked for dumps, the monitor looks into
-the store of a group that was left, and complains that it is gone. The agent notices hangs. NCCL's service for diagnosis
-listens outside of any communicator: once its socket is shut down, it tries again without end."""
+"""Settings of torch and NCCL for a process that outlives its group. Under an agent only `regroup` ends the work of
+NCCL, and the agent notices hangs.
 
+Torch's watchdog would end a process that has lost a peer. Torch's monitor would end a process whose watchdog waits for
+a communicator that is being aborted. With dumps on timeout, the monitor looks into the store of a group that was left,
+and complains that the store is gone. NCCL's service for diagnosis (RAS) listens outside of any communicator; once its
+socket is shut down, the service tries again without end."""
+
+# The timeout of a meeting under an agent: as good as none.
 _MEETING = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Context:
-    """This process's place. It is live: after a change of the membership the same object says where this process is
-    now.
+    """This process's place in the run. The object is live: after a change of the membership it has the new values.
 
     Attributes:
-        rank: 0 to world_size - 1 over all nodes.
-        local_rank: 0 to local_world_size - 1 on this node.
-        world_size: processes in all.
-        local_world_size: processes on this node.
-        group_rank: the number of this node.
-        generation: the agreed membership this process belongs to, from 1; 0 without an elasticrt agent.
+        rank: the rank of this process, 0 to world_size - 1 over all nodes.
+        local_rank: the rank of this process on its node, 0 to local_world_size - 1.
+        world_size: the number of processes in the world.
+        local_world_size: the number of processes on this node.
+        group_rank: the number of this node, from 0.
+        generation: the number of the agreed membership that this process belongs to, from 1; 0 without an elasticrt
+            agent.
         restart_count: how often the run was restarted after a failure.
-        device: where this process computes: a GPU of its own where there is one, else the host.
+        device: the device on which this process computes: a GPU of its own where there is one, else the CPU.
         run_dir: the run's directory for logs; None without an elasticrt agent.
     """
 
@@ -72,24 +76,24 @@ class Context:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0: the one that prints."""
+        """Whether this process has rank 0, which usually does the printing."""
         return self.rank == 0
 
     def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
-        """This rank's part of `dataset`: every world_size-th sample, none twice, none padded. Sizes differ by one.
+        """This rank's part of `dataset`: every world_size-th sample, without repetition and padding.
 
-        For evaluation; ranks then have different numbers of batches, so call the bare model, not DDP's forward.
-        Raises TypeError for a dataset without a length.
+        Use this for evaluation. The parts of two ranks may differ in size by one sample, so ranks may have different
+        numbers of batches: call the bare model, not DDP's forward. Raises TypeError for a dataset without a length.
         """
         if not isinstance(dataset, Sized):
             raise TypeError(explain("a dataset without a length can't be sharded", "shard", got=type(dataset).__name__))
         return Subset(dataset, range(self.rank, len(dataset), self.world_size))
 
     def sum(self, *numbers: float | torch.Tensor) -> Any:
-        """The sum over all ranks of each number: one number for one argument, a tuple for several. Collective.
+        """The sum of each number over all ranks: a number for one argument, a tuple for several. Collective.
 
-        Whole numbers are added exactly, others in double precision. Tensors must hold one element. Raises TypeError for
-        anything else.
+        Whole numbers are added exactly, others in double precision. A tensor must hold one element. Raises TypeError
+        for anything else.
         """
         mine = [each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in numbers]
         for number in mine:
@@ -104,16 +108,20 @@ class Context:
 _context: Context | None = None
 _timeout_s = 1800.0
 _group_pid = 0
-"""The process in which `init` made a group, 0 for none. A forked child inherits this memory, but not the group."""
+"""The process id for which `init` has made a group; 0 for none. A forked child inherits this memory, but not the
+group."""
 
 
 def has_own_group() -> bool:
-    """Whether `init` has made the process group. Then its connections are known, and it can be made anew."""
+    """Whether `init` has made this process's group. The group's connections are then known, and it can be renewed."""
     return _group_pid == os.getpid() and dist.is_initialized()
 
 
 def make_group(backend: str, **options: Any) -> None:
-    """`init_process_group` with what this process's device and agent need."""
+    """Call `init_process_group` with the settings that this process's device and agent need.
+
+    `options` are further arguments of that function.
+    """
     if backend == "nccl" and agent_client.worker_env().has_agent:
         os.environ.update(SURVIVE)
     device = torch.device("cuda", torch.cuda.current_device()) if backend.startswith("nccl") else torch.device("cpu")
@@ -121,29 +129,31 @@ def make_group(backend: str, **options: Any) -> None:
 
 
 def timeout_s() -> float:
-    """The `timeout_s` of `init`: how long a collective may take."""
+    """How long a collective may take, in seconds: the `timeout_s` of `init`."""
     return _timeout_s
 
 
 def renew(worker: WorkerEnv) -> None:
-    """Move the Context to another place. Every holder of it sees that."""
+    """Give the Context the values of this process's new seat. Every holder of the Context sees them."""
     moves = ("rank", "world_size", "local_world_size", "group_rank", "generation", "restart_count")
     for name in moves if _context is not None else ():
-        object.__setattr__(_context, name, getattr(worker, name))  # Frozen for all other code.
+        # The dataclass is frozen for all other code.
+        object.__setattr__(_context, name, getattr(worker, name))
 
 
 def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
-    """Join the process group and say who this process is. Calling it again changes nothing.
+    """Join the process group, and return the Context of this process. A second call changes nothing.
 
-    A process group that exists is adopted. Alone (`python train.py`) a group of one is made, so that DDP works.
+    A process group that exists already is adopted. Without a launcher (`python train.py`) `init` makes a group of one,
+    so that DDP works.
 
     Args:
-        backend: torch's name of it; by default nccl where every local rank has a GPU of its own, else gloo.
-        timeout_s: how long a collective may wait for the others, in seconds. Under an elasticrt agent the first meeting
-            takes as long as it takes: others may be preparing their data.
+        backend: torch's name of the backend; by default nccl where every local rank has a GPU of its own, else gloo.
+        timeout_s: how long a collective may wait for other ranks, in seconds. Under an elasticrt agent the first
+            meeting of the ranks has no timeout, because some may still be preparing their data.
 
-    Raises ConfigError when the environment names a place that cannot be, TypeError and ValueError for arguments that
-    can't be. A meeting that takes longer than `timeout_s` raises torch's error.
+    Raises ConfigError when the environment has an impossible rank or no address; TypeError and ValueError for invalid
+    arguments; torch's error when the ranks do not meet within `timeout_s`.
     """
     global _context, _timeout_s  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
     _check_arguments(backend, timeout_s)
@@ -198,8 +208,11 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make the process group, in the way that the launcher's variables ask for."""
+
     def make(**options: Any) -> None:
-        # Not while the others are waited for: connections that the script makes meanwhile are none of the group's.
+        # Sockets are noted only while the group is made, not while this rank waits for others: connections that the
+        # script opens during the wait do not belong to the group.
         with regroup.SOCKETS.noted(world_size, backend, collectives.launched("MASTER_PORT", 0)):
             make_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **options)
 
@@ -212,16 +225,18 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
             got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
             remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
         )
-    # Gloo resolves the machine's own name to find an interface, and fails if that name does not resolve.
-    # When all ranks are on this machine, the loopback interface does.
+    # Gloo resolves the machine's own name to find an interface, and fails if that name does not resolve. When all ranks
+    # are on this machine, the loopback interface will do.
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worker, torch_dist = agent_client.worker_env(), cast("Any", dist)  # It offers more than it declares.
     if worker.beside or not (launched and address):
-        # A world of one, beside others until it is let in. No port: no other process can join by accident.
+        # A world of one: without a launcher, or beside the training of others until they let this process in. A
+        # HashStore has no port, so no other process can join by accident.
         make(store=torch_dist.HashStore(), rank=0, world_size=1)
     elif world_size > 1 and worker.has_agent:
-        # The others may be preparing their data. The agent ends this process if they can't come.
+        # The ranks meet at a barrier before they make the group, because that wait has no timeout: some ranks may
+        # still be preparing their data. The agent ends this process if they can't come.
         store, rank, world_size = next(torch_dist.rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
         meeting.through()
@@ -237,10 +252,10 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def leave_group() -> None:
-    """Destroy our process group at exit, because threads that it has then can abort the process (SIGABRT).
+    """At exit, destroy the process group that `init` has made: its threads can abort the process then (SIGABRT).
 
-    Not after an uncaught exception, where that would wait for a collective under way, and not in a process that ends
-    without taking its interpreter apart (`bootstrap.shutdown`).
+    This is left out after an uncaught exception, where destroying would wait for a collective under way. A process that
+    ends without finalizing its interpreter (`bootstrap.shutdown`) does not come here.
     """
     if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
         dist.destroy_process_group()

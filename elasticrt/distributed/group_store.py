@@ -1,10 +1,10 @@
-"""The store in which the ranks of a generation in place meet: keys and values, held by rank 0's process.
+"""The store in which ranks meet that go on in place in a new generation: keys and values in rank 0's process.
 
-Torch's TCPStore does not do for this. When rank 0 is lost while the others connect, its client tries again for up to a
-minute, in C++, where nothing can stop it. Here every wait is in a socket that `regroup.GroupSockets` can shut down.
+Torch's TCPStore will not do. When rank 0 is lost while other ranks connect, the TCPStore's client tries again for up to
+a minute, in C++, where nothing can stop it. Here every wait is in a socket that `regroup.GroupSockets` can shut down.
 
-A question is a line of JSON, and so is its answer; bytes are Latin-1 text. The first question names the generation's
-nonce. A process of another generation gets no answer.
+A question is a line of JSON, and so is its answer. Bytes travel as Latin-1 text. The first question on a connection
+names the generation's nonce: a process of another generation gets no answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ import torch.distributed as dist
 
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 
+# The longest question of a client. A connection with a longer one is closed.
 _LINE_BYTES_MAX = 16 * 1024 * 1024
 
 
 @dataclass
 class _Client:
-    """One connection: the bytes of its next question, whether it knows the nonce, and the keys that it waits for."""
+    """One connection to the server.
+
+    Attributes:
+        read: the bytes that have arrived of its next question.
+        admitted: whether it has named the generation's nonce.
+        waits_for: the keys whose values it waits for; None while it waits for none.
+    """
 
     read: bytearray = field(default_factory=bytearray)
     admitted: bool = False
@@ -40,8 +47,8 @@ class GroupStoreServer:
     """Holds the keys of one generation, in a thread of its own, until it is closed or its process ends.
 
     Args:
-        listening: the socket that clients connect to; it is closed at the end.
-        nonce: the generation's.
+        listening: the socket that clients connect to. The server closes it at the end.
+        nonce: the generation's nonce.
     """
 
     def __init__(self, listening: socket.socket, nonce: str) -> None:
@@ -66,11 +73,14 @@ class GroupStoreServer:
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (BlockingIOError, ConnectionError):
-            return  # The client has hung up already.
-        except OSError:  # No descriptor is left.
+            # The client has hung up already.
+            return
+        except OSError:
+            # The process has no free descriptor. Accepting again at once would only fail again.
             self._thread.rest(self._listening)
             return
-        connection.settimeout(1.0)  # For answers: a client that asks reads them.
+        # The timeout of sending an answer. A client that has asked reads, so this is long enough.
+        connection.settimeout(1.0)
         self._clients[connection] = _Client()
         self._thread.watch(connection, READ, partial(self._read, connection))
 
@@ -85,7 +95,8 @@ class GroupStoreServer:
             if len(client.read) > _LINE_BYTES_MAX:
                 data = b""
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            data = b""  # The client is gone, or is none of ours.
+            # The client is gone, or it is not a process of this generation.
+            data = b""
         if not data:
             self._thread.forget(connection)
             del self._clients[connection]
@@ -107,7 +118,8 @@ class GroupStoreServer:
             connection.sendall(_line(values.pop(question["key"], None) is not None))
         elif op == "set":
             values[question["key"]] = question["value"]
-            client.waits_for = question["keys"]  # None are there at once.
+            # `exchange` waits for keys in the same question; with no keys, `set` is answered at once.
+            client.waits_for = question["keys"]
             self._tell_all()
         elif op == "add":
             values[question["key"]] = str(int(values.get(question["key"], 0)) + question["amount"])
@@ -117,7 +129,7 @@ class GroupStoreServer:
             raise ValueError(f"no such question: {op}")
 
     def _tell_all(self) -> None:
-        """A key has a new value: answer the clients that waited for it."""
+        """A key has a new value: answer each client whose keys are all there now."""
         for connection, client in self._clients.items():
             self._tell(connection, client)
 
@@ -126,22 +138,26 @@ class GroupStoreServer:
         keys = client.waits_for
         if keys is not None and all(key in self._values for key in keys):
             client.waits_for = None
-            with contextlib.suppress(OSError):  # The client is gone, as reading from it will show.
+            # If the client is gone, the next read from its connection shows that.
+            with contextlib.suppress(OSError):
                 connection.sendall(_line([self._values[key] for key in keys]))
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers it without declaring it.
-    """The client. Each thread has its own connection, so that a long wait of one thread delays no other.
+    """The client of a GroupStoreServer, with the methods of torch's stores.
+
+    Each thread has its own connection, so that a long wait of one thread delays no other.
 
     Args:
         address: the server's host name or address.
-        port: the server's.
-        nonce: the generation's.
+        port: the server's TCP port.
+        nonce: the generation's nonce.
         timeout_s: how long a question may wait for its answer, in seconds.
-        hear: told all values that this client sets or gets: before others have them, or whoever asked.
+        hear: called with every value of bytes that this client sets or gets. A value to set is passed before the server
+            has it, a value that was got before the caller has it.
 
     Attributes:
-        address: of this machine, as the server sees it.
+        address: the address of this machine towards the server.
 
     Raises DistNetworkError when the server is gone or was cut off, DistStoreError when a wait takes too long.
     """
@@ -155,6 +171,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         self._nonce = nonce
         self._own = threading.local()
         self.set_timeout(datetime.timedelta(seconds=timeout_s))
+        # Any question connects this thread, and fails if the server is not there.
         self.check([])
         self.address: str = self._own.connection.getsockname()[0]
 
@@ -163,7 +180,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         self.exchange(key, value, [])
 
     def exchange(self, key: str, value: str | bytes, keys: Sequence[str]) -> list[bytes]:
-        """Store a value, and get those of several keys once all of them are there, by one question."""
+        """Store `value` under `key`, and return the values of `keys` once all of them are there. One question."""
         if not isinstance(value, str):
             self._hear([bytes(value)])
         text = value if isinstance(value, str) else bytes(value).decode("latin-1")
@@ -177,14 +194,14 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         """The values of several keys, once all of them are there."""
         return self._got(self._ask(timeout=timeout, op="get", keys=list(keys)))
 
-    multi_get = get_all  # As torch asks for it.
+    multi_get = get_all  # Torch's name.
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are there."""
         self.get_all(keys, timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; the sum."""
+        """Add `amount` to the number under `key`, which begins at 0. Returns the sum."""
         return int(self._ask(op="add", key=key, amount=amount))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -192,17 +209,17 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         return bool(self._ask(op="check", keys=list(keys)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key. Returns whether it was there."""
         return bool(self._ask(op="delete", key=key))
 
-    deleteKey = delete_key  # noqa: N815  As torch's prefixes ask for it.
+    deleteKey = delete_key  # noqa: N815  The name by which torch's PrefixStore calls it.
 
     def has_extended_api(self) -> bool:
-        """Whether torch may ask for several things at once."""
+        """Whether the store has the calls that torch calls extended, such as `multi_get`: it has."""
         return True
 
     def clone(self) -> GroupStore:
-        """Itself: each thread has its own connection anyway."""
+        """This store itself. Torch clones a store for a connection of its own; here each thread has one anyway."""
         return self
 
     def _got(self, values: Sequence[str]) -> list[bytes]:
@@ -249,7 +266,10 @@ def _line(value: Any) -> bytes:
 
 
 def _answered(connection: socket.socket, question: dict[str, Any], deadline: float) -> Any:
-    """The server's answer to a question: one line, because nothing else was asked on this connection."""
+    """Ask a question, and return the server's answer. Raises OSError; TimeoutError at `deadline`.
+
+    A connection has one question at a time, so all that arrives is one line: the answer.
+    """
     connection.settimeout(_left_s(deadline))
     connection.sendall(_line(question))
     data = bytearray()

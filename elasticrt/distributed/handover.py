@@ -1,9 +1,10 @@
-"""Stopping together at an agreed step, without a collective: the worker's half of a handover.
+"""The worker's half of a handover: all workers stop after the same step, which is agreed on without a collective.
 
-At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. If that is set, it holds.
-The agents read every `entered`, agree on the largest, T, and write it as `go`. A worker behind T trains on to T,
-because the others' collectives need it; after T all leave. No worker can be past T: it writes `entered` before it looks
-at `stop`. Where processes end, local rank 0 of each node first gives its agent a copy of the state (`memory_tier`).
+At the end of step s a worker writes `entered` = s + 1 on its status page, and *then* reads `stop`. If `stop` is set,
+the worker holds. The agents read every `entered`, agree on the largest value, T, and write T as `go`. A worker behind T
+trains on to T, because the collectives of the others need it; after T all workers leave. No worker can be past T,
+because it writes `entered` before it looks at `stop`. Where processes end, local rank 0 of each node first gives its
+agent a copy of the state (`memory_tier`).
 """
 
 from __future__ import annotations
@@ -23,19 +24,24 @@ from elasticrt.ipc.status_page import StatusPage
 _log = logging.getLogger(__name__)
 
 left = False
-"""Whether this process has left its loop because the membership changes: others have the state, or its agent tells
-what nobody has."""
+"""Whether this process has left its loop because the membership changes. Its state is not lost: other processes have
+it, or the agent reports what no process has."""
 
 POLL_S = 0.0005
 HOLD_S_MAX = 120.0
-"""An agent that asks to hold and is silent for so long has lost track of this worker, which goes on. If that is wrong,
-the agent ends it."""
+"""An agent that asks for a hold, and is then silent for so many seconds, has lost track of this worker. The worker goes
+on. If that is wrong, the agent ends the worker."""
 
 
 def must_leave(page: StatusPage, step: int) -> bool:
-    """Called between `step`, which is finished, and the next. True: all leave after this step; False: train on.
+    """Whether all workers leave after `step`, which this worker has finished. False: train on.
 
-    Holds until the agents have agreed, or have given the handover up.
+    Called between two steps. While the agents ask for a hold, this waits until they have agreed on a step, or have
+    given the handover up.
+
+    Args:
+        page: this process's status page, with `entered` written already.
+        step: the global step that was finished last.
     """
     deadline = time.monotonic() + HOLD_S_MAX
     while page.stop:
@@ -50,21 +56,22 @@ def must_leave(page: StatusPage, step: int) -> bool:
 
 
 def staying(step: int) -> Callable[[], object]:
-    """What reports that this process has stopped after `step`, and waits for its seat in the next generation.
+    """A function that reports to the agent that this process has stopped after `step`, and waits for its next seat.
 
-    It reports that of the present generation, even if this process has another seat by then. From any thread.
+    Any thread may call that function. It reports for the generation of now, even if this process has another seat when
+    it is called.
     """
     return partial(agent_client.agent_link().say, Left(agent_client.worker_env().generation, step))
 
 
 def leave(step: int) -> Handover:
-    """Report that this process has stopped after `step`, as agreed, and ends. Returns what leaves the loop."""
+    """Report that this process has stopped after `step`, as agreed. Returns the exception that ends its loop."""
     staying(step)()
     return departure(step)
 
 
 def departure(step: int) -> Handover:
-    """What leaves the loop of a process that has no seat in the next generation. It is not printed."""
+    """The exception that ends the loop of a process without a seat in the next generation. It is not printed."""
     global left
     left, before = True, sys.excepthook
 
@@ -72,6 +79,7 @@ def departure(step: int) -> Handover:
         if not issubclass(kind, Handover):
             before(kind, error, trace)
 
-    # Where the script has an interpreter of its own, that would print a traceback, although this is no error.
+    # Where the script runs in an interpreter of its own (not a fork), an uncaught Handover would print a traceback,
+    # although it is no error.
     sys.excepthook = hook
     return Handover(f"the membership changes: this process stops after step {step}")
