@@ -1,6 +1,6 @@
-"""A checkpoint directory on disk: payloads verified before they are parsed, files written durably, old ones deleted.
+"""Reads and writes a checkpoint directory: payloads are verified before they are parsed, and files written durably.
 
-`manifest` says what the files mean; `checkpointer` says when each of this happens.
+`manifest` says what the files mean and which may be deleted; `checkpointer` and `restoring` say when.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ from elasticrt.ipc.env import Commit
 
 _log = logging.getLogger(__name__)
 
-# Full, over quota, read-only, failing, its server has restarted: that may be over by the next save.
+# The disk is full, over quota, read-only or failing, or its NFS server has restarted. The trouble may be over by the
+# next save, so a save that fails of it does not end the run.
 _OF_DISK = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE))
-# Directories this process saves to without an agent; held until it ends.
+# The directories that this process saves to without an agent, held until the process ends.
 _locks: dict[str, Holding] = {}
 
 
 def take_alone(directory: Path) -> None:
-    """Take a directory without an agent. Raises DuplicateError if another live process has it; OSError."""
+    """Take a directory for this process, which has no agent.
+
+    Raises DuplicateError if another live process saves there; OSError.
+    """
     key = os.path.realpath(directory)
     if key in _locks:
         return
@@ -59,30 +63,37 @@ def take_alone(directory: Path) -> None:
 
 
 def duplicate(directory: Path, other: str) -> DuplicateError:
-    """The error when another live process saves there."""
+    """The error when another live process saves to `directory`. `other` names that process."""
     what, remedy = "another live run saves checkpoints here", "Use another directory, or stop the other one"
     return DuplicateError(what, str(directory), got=other, remedy=remedy)
 
 
 class CheckpointDirectory:
-    """The checkpoint directory `path` as one process uses it: all ranks may read theirs, rank 0 saves, and `keep` stay.
+    """A checkpoint directory, as one process uses it. Every rank may read its own; rank 0 saves.
 
-    `serial` is the highest serial number that this process knows: what is written next gets a larger one.
-    `had_commits`: whether there were checkpoints when it was claimed.
+    Args:
+        path: the directory, which need not exist yet.
+        keep: how many of the newest checkpoints to keep.
+
+    Attributes:
+        path: as given.
+        serial: the highest serial number that this process knows. The next checkpoint gets a larger one.
+        had_commits: whether the directory had commits when this process claimed it.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self._keep = keep
         self._directory: Directory | None = None
-        self._before: frozenset[str] | None = None  # Nonces that were here when it was claimed; None: it is not.
+        # The nonces that were in the directory when this process claimed it. None: this process has not claimed it.
+        self._before: frozenset[str] | None = None
         self.serial = 0
         self.had_commits = False
 
     def open(self, *, create: bool) -> bool:
-        """Open the directory if it is not open; False when it does not exist and is not to be created.
+        """Open the directory if it is not open. Returns False when it does not exist and `create` is not set.
 
-        Raises CheckpointError when it can't be used, OSError when its disk is full, read-only or fails.
+        Raises CheckpointError when the directory can't be used; OSError when its disk is full, read-only or failing.
         """
         if self._directory is not None:
             return True
@@ -95,10 +106,15 @@ class CheckpointDirectory:
         return True
 
     def claim(self, take: Callable[[], object]) -> None:
-        """Before saving: create it, and `take` it for this run. One that was deleted is made again.
+        """Before a save: create the directory, and take it for this run. Does nothing if that is done.
 
-        Raises what `take` does; CheckpointError when it can't be used; OSError when its disk is full, read-only or
-        fails.
+        A directory that was deleted meanwhile is made again.
+
+        Args:
+            take: takes the directory for this run, or raises.
+
+        Raises what `take` raises; CheckpointError when the directory can't be used; OSError when its disk is full,
+        read-only or failing.
         """
         if self._directory is not None and self._directory.is_removed:
             _log.warning("the checkpoint directory %s was deleted; it is made again", self.path)
@@ -109,30 +125,32 @@ class CheckpointDirectory:
         self.open(create=True)
         try:
             take()
-            self.had_commits = bool(self.history().marked)  # The serial number as well: another rank 0 may save here.
-            # Payloads alone, and not one manifest: somebody may have copied them without, and would miss them.
+            # Listing the directory also renews `serial`: another node's rank 0 may have saved here.
+            self.had_commits = bool(self.history().marked)
+            # Without a single manifest, the payloads may be copies that a user has made without manifests. They stay.
             kept = () if self.had_commits else (PAYLOAD,)
             self._before = frozenset(name["nonce"] for name in self._names() if name["suffix"] not in kept)
         except OSError as error:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
+        """Raise `error` itself if it comes from the disk, so that the next save tries again; else CheckpointError."""
         if isinstance(error, OSError) and error.errno in _OF_DISK:
             raise error
         raise self.unusable(error) from error
 
     def unusable(self, error: Exception) -> CheckpointError:
-        """The error when it can't be used because of `error`."""
+        """The CheckpointError that the directory can't be used because of `error`."""
         expected, remedy = "a directory that this user can write to", "Mend it, or use another directory"
         what = "the checkpoint directory can't be used"
         return CheckpointError(what, str(self.path), got=error, expected=expected, remedy=remedy)
 
     def disclaim(self) -> None:
-        """This process has another place in the run: the directory is claimed anew before the next save."""
+        """Claim the directory anew before the next save, because this process has another place in the run."""
         self._before = None
 
     def history(self) -> History:
-        """The manifests in the directory, read anew. Raises OSError when it can't be listed."""
+        """Read all manifests in the directory. Raises OSError when the directory can't be listed."""
         directory = self._opened()
         troubles, manifests, marked, names = [], {}, set(), self._names()
         described = {name["stem"] for name in names if name["suffix"] in (MANIFEST, DRAFT)}
@@ -153,11 +171,14 @@ class CheckpointDirectory:
         return found
 
     def look(self, commit: Commit) -> None:
-        """Whether a payload is here and has the right size, without reading it. Raises Unfit, OSError if not."""
+        """Check that the payload of `commit` is here and has the right size, without reading it.
+
+        Raises Unfit or OSError if not.
+        """
         self._opened().look(commit.file, commit.size)
 
     def payload(self, commit: Commit) -> Payload:
-        """A payload in memory, proven to be what was committed. Raises Unfit, OSError; nothing is parsed."""
+        """The payload of `commit`, in memory and verified by its digest, but not parsed. Raises Unfit, OSError."""
         payload = Payload()
         digest = self._opened().read_into(commit.file, payload.write, commit.size)
         if digest != commit.digest:
@@ -165,9 +186,13 @@ class CheckpointDirectory:
         return payload
 
     def write(self, manifest: Manifest, fill: Callable[[int], tuple[int, str]]) -> Commit:
-        """Make payload and draft durable; what is to be committed. Raises OSError; then neither is left.
+        """Write payload and draft durably. Returns the commit to ask for, which has the payload's size and digest.
 
-        `fill` writes the payload to a descriptor, and returns its size in bytes and SHA-256, which `manifest` lacks.
+        Args:
+            manifest: the manifest without size and digest.
+            fill: writes the payload to a descriptor, and returns its size in bytes and its SHA-256 in hex.
+
+        Raises OSError, and what `fill` raises. Neither file is left then.
         """
         directory, name = self._opened(), manifest.commit.file
         stem = name.removesuffix(PAYLOAD)
@@ -183,17 +208,20 @@ class CheckpointDirectory:
         return commit
 
     def mark(self, commit: Commit) -> None:
-        """Note on disk that this checkpoint is committed: its draft becomes a manifest. Raises OSError."""
+        """Note on disk that `commit` was accepted: rename its draft to a manifest. Raises OSError.
+
+        Does nothing if there is no draft, as after an earlier mark.
+        """
         stem = commit.file.removesuffix(PAYLOAD)
         self._opened().rename(stem + DRAFT, stem + MANIFEST)
 
     def discard(self, commit: Commit) -> None:
-        """Delete a checkpoint whose commit was refused. Raises OSError."""
+        """Delete the files of a checkpoint whose commit was refused. Raises OSError."""
         for name in (commit.file.removesuffix(PAYLOAD) + DRAFT, commit.file):
             self._opened().remove(name)
 
     def tidy(self, head: str) -> None:
-        """Delete what is no longer needed now that `head` is committed. Raises OSError."""
+        """Delete the files that are not needed now that the commit with the nonce `head` is there. Raises OSError."""
         directory = self._opened()
         for name in doomed(self.history(), self._names(), head, self._keep, self._before or frozenset()):
             directory.remove(name.string)
@@ -207,9 +235,10 @@ class CheckpointDirectory:
 
 
 def parse(payload: Payload | bytes | bytearray) -> dict[str, Any]:
-    """The payload as plain values. Call it only on bytes whose digest was verified. Raises CheckpointError.
+    """Parse a payload into plain values. The caller has verified its digest. Raises CheckpointError.
 
-    The tensors of a memory file map that file, which all ranks of this machine share, until they are written to.
+    The tensors of a `Payload` map its memory file, which all ranks of this machine share. A rank that writes to a
+    tensor gets its own copy of the pages that it changes.
     """
     try:
         if isinstance(payload, Payload):

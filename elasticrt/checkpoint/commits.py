@@ -1,9 +1,10 @@
-"""The heads of a run's checkpoint directories, as this process knows them, and asking the agent for another one.
+"""The heads of a run's checkpoint directories, as this process knows them, and the requests for new commits.
 
-A run may have several directories: training before fine-tuning, folds, trials of a search. Each has a head of its own
-in etcd; the run's head is the newest of them, and every commit replaces it. What a script saves beside its Loop is not
-among them (`Checkpointer.save`): the run cannot go on from that. Steps of different loops can't be compared: the run
-counts the steps of all loops together, on from the restored state. Without an agent every save is a commit.
+A head is the newest commit of a directory. A run may have several directories: training before fine-tuning, folds,
+trials of a search. Each has a head of its own in etcd. The run's head is the newest of these, and every commit replaces
+it. Checkpoints that a script saves beside its Loop (`Checkpointer.save`) never become the run's head, because the run
+cannot resume from them. Steps of different loops can't be compared, so the run counts the steps of all its loops
+together, beginning with those of the restored state. Without an agent every save is a commit at once.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ from elasticrt.ipc.messages import ERRNO, Own, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
-# Longer than an agent lives without etcd: one that has not answered until then never will.
+# Seconds. An agent does not live without etcd for as long, so one that has not answered by then never will.
 COMMIT_TIMEOUT_S = 1200.0
-# Between two questions while etcd is away.
+# The pause, in seconds, between two requests while etcd does not answer.
 ASK_AGAIN_S = 1.0
 
 
 class NoAnswer(RuntimeError):  # noqa: N818  Not an error of the user's or of ours.
-    """The agent has no answer, because etcd is away."""
+    """The agent has no answer, because etcd does not answer."""
 
 
 def place_of(directory: str, node: str) -> str:
-    """16 hex digits for a directory, as the script names it: the same on each node. Pure."""
-    # Nodes may have directories of their own, named after them: the node's name is taken out.
+    """16 hex digits that identify a checkpoint directory within the run, the same on all nodes. Pure.
+
+    Args:
+        directory: the path as the script gives it.
+        node: the name of this node; "" without an agent.
+    """
+    # Each node may have a directory of its own, with the node's name in the path. A star takes the name's place.
     name = os.path.normpath(directory)
     if node:
         name = re.sub(rf"(?<![A-Za-z0-9]){re.escape(node)}(?![A-Za-z0-9])", "*", name)
@@ -47,52 +53,73 @@ def place_of(directory: str, node: str) -> str:
 
 @dataclass
 class RunHeads:
-    """What this process knows of the run."""
+    """What this process knows of the checkpoints of its run.
 
-    newest: str = ""  # Nonce of the run's newest commit.
-    # By place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
-    # directories that this process has restored from.
+    Attributes:
+        newest: the nonce of the run's newest commit; "" for none.
+        heads: by place, the commit that the state of that directory's loop descends from; None for a state that began
+            at the beginning. Only directories that this process has restored from or saved to are in it.
+        total: the steps that the run has trained, over all its loops.
+        has_loop: whether a Loop counts `total`. If not, it is the step of the newest save.
+        committing: held while a commit is under way.
+    """
+
+    newest: str = ""
     heads: dict[str, Commit | None] = field(default_factory=dict)
-    total: int = 0  # Steps that the run has trained.
-    has_loop: bool = False  # Whether a Loop counts them. Else they are those of the newest save.
-    # Held while a commit is under way: each replaces the one before.
+    total: int = 0
+    has_loop: bool = False
+    # Each commit names the one that it replaces, so two at once would refuse each other.
     committing: threading.Lock = field(default_factory=threading.Lock)
 
 
+# By the nonce of the generation. All checkpointers of this process share the one entry.
 _runs: dict[str, RunHeads] = {}
 
 
 def run_of(worker: WorkerEnv) -> RunHeads:
-    """What this process knows of its run; without an agent, of what it trains."""
+    """What this process knows of its run; without an agent, of the training in this process."""
     if worker.nonce not in _runs:
         _runs[worker.nonce] = RunHeads("" if worker.resume is None else worker.resume.nonce)
     return _runs[worker.nonce]
 
 
 class DirectoryHead:
-    """The head of one checkpoint directory, by its path in the script."""
+    """The head of one checkpoint directory, and the requests to the agent about it.
+
+    Args:
+        worker: this process's seat.
+        directory: the directory's path as the script gives it.
+
+    Attributes:
+        worker: the seat of the last `move`.
+        place: identifies the directory within the run, as in `Commit`.
+        run: what this process knows of all directories of the run.
+    """
 
     def __init__(self, worker: WorkerEnv, directory: str) -> None:
-        self.worker = worker  # This process's place in the run, by the last `move`.
-        # Tells this directory from others of the run, as in `Commit`.
+        self.worker = worker
         self.place = place_of(directory, worker.node)
-        self.run = run_of(worker)  # What this process knows of all directories of the run.
+        self.run = run_of(worker)
         self._agent = agent_client.agent_link()
         self._shown = directory
         self._path = Path(directory).absolute()
 
     @property
     def known(self) -> Commit | None:
-        """The commit that the state descends from; None at the beginning of a history, and before it is restored."""
+        """The commit that the state descends from; None at the beginning of a history, and before a restore."""
         return self.run.heads.get(self.place)
 
     @property
     def knows_nothing(self) -> bool:
-        """Whether nothing was restored or saved here."""
+        """Whether this process has neither restored from this directory nor saved to it."""
         return self.place not in self.run.heads
 
     def resume_point(self) -> Commit | None:
-        """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
+        """The commit to resume from in this directory; None without an agent, or if there is none.
+
+        It is the commit that this process has come to by itself; else the one that the run resumes from, if that is in
+        this directory; else the directory's head in etcd.
+        """
         if not self.worker.has_agent:
             return None
         if not self.knows_nothing:
@@ -102,8 +129,11 @@ class DirectoryHead:
         return self._ask(take=False)
 
     def take(self, *, patient: bool = True, adopts: bool = False) -> None:
-        """Take the directory for this run, without an agent for this process. `patient`: wait while etcd is away.
-        `adopts`: what the run has saved here is this process's as well, whether it has restored that or not.
+        """Take the directory for this run; without an agent, for this process.
+
+        Args:
+            patient: wait while etcd does not answer.
+            adopts: continue the history that the run has saved here, also if this process has not restored it.
 
         Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """
@@ -111,11 +141,12 @@ class DirectoryHead:
             take_alone(self._path)
         else:
             head = self._ask(take=True, patient=patient)
-            if head is not None and (adopts or not self.knows_nothing):  # Another rank 0 may have saved here.
+            # Another node's rank 0 may have saved here since this process knew the head.
+            if head is not None and (adopts or not self.knows_nothing):
                 self.run.heads[self.place] = head
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process goes on as `worker`, whose generation says which commit is the newest."""
+        """Go on as `worker` in another generation, which says which commit is the run's newest."""
         self.worker, resume = worker, worker.resume
         self.run.newest = "" if resume is None else resume.nonce
         if resume is not None and resume.place in ("", self.place):
@@ -125,22 +156,32 @@ class DirectoryHead:
         _runs[worker.nonce] = self.run
 
     def is_beside(self, *, of_loop: bool) -> bool:
-        """Whether what is saved here is not the run's: a Loop saves that, and this is not `of_loop`."""
+        """Whether a save is beside the run's history: a Loop saves the run, and this save is not `of_loop`."""
         return self.run.has_loop and not of_loop
 
     def go_back(self, commit: Commit, *, beside: bool) -> Reply:
-        """Make an older commit, which was restored, the head again; `beside` a Loop that of its directory only."""
+        """Make an older commit, which was restored, the head again.
+
+        Args:
+            commit: the older commit.
+            beside: change the head of the directory only, not that of the run.
+        """
         generation = self.worker.generation if self.worker.has_agent else commit.generation
         back = replace(commit, place=self.place, generation=generation)
         return self._replace(back, descends=True, beside=beside)
 
     def commit(self, commit: Commit, *, beside: bool, last: bool) -> Reply:
-        """Ask for `commit` to replace the known head, `beside` a Loop that of its directory. `last`: no other save
-        follows, so wait while etcd takes no writes.
+        """Ask the agent to replace the known head by `commit`.
 
-        Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
+        Args:
+            commit: the new head. Its files are durable.
+            beside: replace the head of the directory only, not that of the run.
+            last: no other save follows, so wait while etcd takes no writes.
+
+        Raises NoAnswer when the agent does not answer. The outcome is then unknown, and later commits, which name the
+        old head, would be refused.
         """
-        # A state whose history is unknown must not replace anything.
+        # A state whose history is unknown may only begin a history. The agent refuses it if there is a head.
         unknown = self.knows_nothing
         reply = self._replace(commit, descends=not unknown, beside=beside, last=last)
         if not reply.ok and not reply.refusal and unknown:
@@ -161,7 +202,7 @@ class DirectoryHead:
             return reply
 
     def _ask(self, *, take: bool, patient: bool = True) -> Commit | None:
-        """The head of this directory, as the agent knows it. With `take` it takes the directory for the run."""
+        """The head of this directory, as the agent knows it. With `take` the agent takes the directory for the run."""
         what = "the agent cannot say who saves here"
         again = ("unsure",) if patient else ()
         reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), again)
@@ -175,7 +216,13 @@ class DirectoryHead:
         raise NoAnswer(explain(what, self._shown, got=reply.reason))
 
     def _answer(self, what: str, make: Callable[[int], Request], again: Collection[str]) -> Reply:
-        """The agent's answer; it is asked again after refusals of the kinds `again`. Raises NoAnswer, saying `what`."""
+        """The agent's answer to a request. Without an agent every request is granted.
+
+        Args:
+            what: the text of the NoAnswer that is raised when the agent does not answer.
+            make: makes the request with the number that it gets.
+            again: the kinds of refusal after which the request is repeated.
+        """
         if not self._agent.linked:
             return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False

@@ -1,9 +1,9 @@
-"""What a checkpoint directory holds, and what follows from it. Pure.
+"""The names and manifests of checkpoints, the histories that they form, and which files may be deleted. Pure.
 
-A checkpoint is two files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, and the manifest, which
-is called `.draft` until its commit was accepted and `.json` from then on. Each manifest names its parent: the history
-of a run is the chain from its head to the root. The newest checkpoint has the highest serial number, and not always the
-most steps: a run may have started over, or gone back.
+A checkpoint is two files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, and the manifest. The
+manifest is called `.draft` until its commit is accepted, and `.json` from then on. Each manifest names its parent. The
+history of a run is the chain of parents from its head to the root. The newest checkpoint is the one with the highest
+serial number, which does not always have the most steps: a run may have started over, or gone back.
 """
 
 from __future__ import annotations
@@ -20,38 +20,45 @@ from elasticrt.ipc.env import Commit
 FORMAT = 2
 PAYLOAD, DRAFT, MANIFEST = ".pt", ".draft", ".json"
 MANIFEST_BYTES_MAX = 1 << 20
-# Temporaries start with this; the rest of their name is the stem of what they would become.
+# How the name of a temporary file begins. The rest of its name is the stem of the checkpoint.
 TEMPORARY = ".saving-"
 
 NAME = re.compile(
     rf"(?P<temporary>{re.escape(TEMPORARY)})?"
     r"(?P<stem>step-\d{1,18}-g\d{1,9}-(?P<nonce>[0-9a-f]{16}))(?(temporary)|(?P<suffix>\.pt|\.draft|\.json))"
 )
-"""The name of a file of a checkpoint, whose files have the stem in common. A temporary has no suffix, and any other one
-of PAYLOAD, DRAFT and MANIFEST. Files with other names are left alone."""
+"""Matches the name of a file that belongs to a checkpoint. A temporary file has no suffix; any other has one of
+PAYLOAD, DRAFT and MANIFEST. Files with other names are left alone."""
 
 
 def stem_of(step: int, generation: int, nonce: str) -> str:
-    """The common part of a checkpoint's file names."""
+    """The part that the names of a checkpoint's files have in common."""
     return f"step-{step}-g{generation}-{nonce}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint as its manifest describes it."""
+    """One checkpoint, as its manifest describes it.
 
-    commit: Commit  # What was, or was to be, committed. Its `directory` is not trusted: directories move.
-    run: str  # The run that wrote it, "" when it had no name.
-    world_size: int  # Of the generation that wrote it.
+    Attributes:
+        commit: the commit that was made or asked for. Its `directory` is not trusted, because directories are moved.
+        run: the id of the run that wrote the checkpoint; "" if the run had no name.
+        world_size: the number of processes in the generation that wrote the checkpoint; 0 if that is not known.
+    """
+
+    commit: Commit
+    run: str
+    world_size: int
 
     def to_json(self) -> bytes:
-        """The file's content: plain JSON, with a digest of all the rest of it in `check`."""
+        """The content of the file: plain JSON, with a digest of all other fields in `check`."""
+        # By way of text, so that the digest is of the fields as `from_json` will parse them.
         fields = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return json.dumps({**fields, "check": _check(fields)}, sort_keys=True, indent=1).encode() + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes | bytearray, stem: str) -> Manifest:
-        """Parse the manifest found under `stem`. Raises ValueError saying what is wrong."""
+        """Parse the manifest that was found under `stem`. Raises ValueError that says what is wrong."""
         try:
             fields = json.loads(text.decode())
         except RecursionError:
@@ -80,14 +87,21 @@ def _check(fields: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """What a directory tells."""
+    """The checkpoints in a directory, as their manifests describe them.
 
-    manifests: Mapping[str, Manifest]  # Those that can be read, by nonce, drafts among them.
-    marked: frozenset[str]  # The nonces of all that are no drafts, readable or not.
-    troubles: Sequence[str] = ()  # What is wrong with those that can't be read.
+    Attributes:
+        manifests: the manifests and drafts that can be read, by nonce.
+        marked: the nonces of all manifests that are not drafts, readable or not.
+        troubles: what is wrong with files that can't be used.
+    """
+
+    manifests: Mapping[str, Manifest]
+    marked: frozenset[str]
+    troubles: Sequence[str] = ()
 
     def lineage(self, nonce: str) -> Iterator[Manifest]:
-        """From the checkpoint `nonce` to its oldest known ancestor; ends where a manifest is missing."""
+        """The manifests from the checkpoint `nonce` to its oldest known ancestor. Ends where a manifest is missing."""
+        # Manifests in a directory may be forged or damaged, so that parents form a circle.
         seen: set[str] = set()
         while nonce in self.manifests and nonce not in seen:
             seen.add(nonce)
@@ -96,8 +110,11 @@ class History:
             nonce = manifest.commit.parent
 
     def ancestors(self, commit: Commit, run: str) -> Iterator[Manifest]:
-        """What `commit` of `run` descends from, newest first. Behind a manifest that cannot be read it is what the run
-        had committed before."""
+        """What `commit` of `run` descends from, newest first.
+
+        Where a manifest in the chain cannot be read, it goes on with what the run had committed before, in the same
+        history.
+        """
         while True:
             for manifest in self.lineage(commit.parent):
                 yield manifest
@@ -109,50 +126,59 @@ class History:
             commit = older[0].commit
 
     def beyond(self, head: Commit, run: str) -> list[Manifest]:
-        """Newest first: what `run` has committed after its `head`. Nothing, unless etcd has forgotten it."""
+        """What `run` has committed after its `head`, newest first. There is something only if etcd has lost commits."""
         later = [each for each in self._of(head, run) if each.commit.serial > head.serial]
         return [each for each in later if each.commit.reached >= head.reached]
 
     def _of(self, commit: Commit, run: str) -> list[Manifest]:
-        """Newest first: what `run` has committed in the history of `commit`."""
+        """What `run` has committed in the history of `commit`, newest first."""
         return [each for each in self.committed() if each.run == run and each.commit.history == commit.history]
 
     def committed(self) -> list[Manifest]:
-        """Newest first: what is no draft, and everything that one of these descends from."""
+        """The checkpoints that were committed, newest first: those that are marked, and all their ancestors."""
+        # An ancestor may still be a draft: its writer died between the commit and the mark. It was committed, because
+        # a commit names only a commit as its parent.
         nonces = {m.commit.nonce for marked in self.marked for m in self.lineage(marked)}
         return sorted(
             (self.manifests[n] for n in nonces), key=lambda m: (m.commit.serial, m.commit.nonce), reverse=True
         )
 
     def candidates(self) -> list[Manifest]:
-        """What to try, in this order, when nothing says where to resume: the newest, its ancestors, then the others."""
+        """The checkpoints to try, in order, if nothing says where to resume: the newest, its ancestors, the others."""
         ordered = {m.commit.nonce: m for head in self.committed() for m in self.lineage(head.commit.nonce)}
         return list(ordered.values())
 
     @property
     def serial(self) -> int:
-        """The highest serial number, 0 when there is none."""
+        """The highest serial number of a manifest or draft; 0 when there is none."""
         return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
 def doomed(
     history: History, names: list[re.Match[str]], head: str, keep: int, before: frozenset[str]
 ) -> list[re.Match[str]]:
-    """Files, of `names` as NAME matches them, that may be deleted now that the commit with the nonce `head` is there.
+    """The files that may be deleted now that a new commit is there, manifests before payloads.
 
-    Manifests come first.
+    The newest committed checkpoints stay, whichever history they belong to; older ones go. Files of a checkpoint that
+    was never committed go only if they were there when the new commit's writer claimed the directory.
 
-    The `keep` newest committed checkpoints stay, whichever history they belong to; older ones go. What was never
-    committed goes if its nonce was there `before`, when the head's writer claimed the directory.
+    Args:
+        history: the checkpoints in the directory.
+        names: the files in the directory, as NAME matches them.
+        head: the nonce of the new commit.
+        keep: how many committed checkpoints stay.
+        before: the nonces that were in the directory when the writer claimed it.
     """
     committed = [manifest.commit for manifest in history.committed()]
-    # Once a newer process has written a checkpoint, that process tidies up. Serial numbers say what is newer.
-    # Generation numbers do not, because each store counts its own.
+    # Once a newer process has written a checkpoint, that process tidies up. Newer is what has a higher serial number.
+    # Generation numbers do not tell, because each store counts its own.
     if not committed or committed[0].nonce != head or history.serial > committed[0].serial:
         return []
     surplus = {commit.nonce for commit in committed[keep:]}
     known = {commit.nonce for commit in committed} | history.marked
-    # Only the head's writer could commit since it claimed the directory. The writers of these cannot any more.
+    # Since the writer of the head claimed the directory, it alone could commit. So what was there before and is not
+    # committed never will be.
     orphans = {each for each in names if each["nonce"] in before and (each["temporary"] or each["nonce"] not in known)}
     gone = [each for each in names if each["nonce"] in surplus or each in orphans]
+    # A crash in between leaves payloads without manifests, and never a manifest whose payload is missing.
     return sorted(gone, key=lambda each: each["suffix"] == PAYLOAD)

@@ -1,9 +1,10 @@
-"""Random number generators of a training process: saved, restored, and derived where nothing is saved.
+"""Saves and restores the random number generators of a training process, and seeds those for which nothing is saved.
 
-A checkpoint holds the states of one process: rank 0, or in a memory copy the process that took it. A generator that all
-ranks have seeded alike when they enter the Loop gets the saved state on every rank, so that what ranks must draw alike
-(a layer to skip, an image size) stays alike. Of any other generator only rank 0 gets the saved state; on other ranks it
-is derived from (seed, rank, step), so that two restarts from one checkpoint draw the same, and no two ranks do.
+A checkpoint holds the generator states of one process: rank 0, or in a memory copy the process that took it. If all
+ranks have a generator in the same state when they enter the Loop, every rank gets the saved state. So what ranks must
+draw alike (a layer to skip, an image size) stays alike. Of any other generator only rank 0 gets the saved state. On
+other ranks it is seeded by (seed, rank, step), so that two restarts from one checkpoint draw the same, and no two ranks
+do.
 
 With a seed for the Loop none of this is needed: the numbers of each step follow from (seed, rank, step).
 """
@@ -26,30 +27,46 @@ from elasticrt.data.position import Position
 from elasticrt.distributed.collectives import gather_numbers, rank_and_world
 from elasticrt.errors import CheckpointError, explain
 
-# The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both.
+# The global generators. The current GPU's belongs to torch's, because `torch.manual_seed` seeds both.
 KINDS = ("python", "torch", "numpy")
 
 
 class RngState:
-    """The random numbers of a Loop. What each step draws follows from the `seed`; without one the generators go on as
-    the script has seeded them. Raises TypeError for a seed that is no int."""
+    """The random numbers of a Loop.
+
+    Args:
+        seed: what each step draws follows from this number. None: the generators go on as the script has seeded them.
+
+    Attributes:
+        rank: the rank of this process.
+        alike: the generators that were in the same state on all ranks, after `compare`.
+
+    Raises TypeError for a seed that is not an int.
+    """
 
     def __init__(self, seed: int | None) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(explain("not a whole number", "Loop(seed=)", got=seed, expected="an int or None"))
         self._seed = seed
-        self.rank = 0  # Of this process.
-        self.alike: list[str] = []  # The generators that were in the same state on all ranks, after `compare`.
-        self._restored: dict[str, Any] = {}
+        self.rank = 0
+        self.alike: list[str] = []
+        self._restored: dict[str, Any] = {}  # The states after `restore`, with which a resumed epoch begins.
 
     def compare(self) -> None:
-        """Find out which generators are in the same state on all ranks. Before anything is restored. Collective."""
+        """Find out which generators are in the same state on all ranks. Call this before a restore. Collective."""
         self.rank, _ = rank_and_world()
         everyones = gather_numbers(_fingerprints())
         self.alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
 
     def restore(self, state: dict[str, Any], step: int, alike: Collection[str] | None = None) -> None:
-        """Go on from a state that was captured after `step`. `alike`: as a rank has it that goes on beside this one."""
+        """Go on from saved generator states.
+
+        Args:
+            state: a result of `capture`.
+            step: the step after which the state was captured.
+            alike: if the state comes from a rank that lives on beside this one, that rank's attribute `alike`. Any
+                other generator is then seeded by (seed, rank, step), also on rank 0.
+        """
         if alike is not None:
             self.alike = list(alike)
         kinds = KINDS if alike is None and self.rank == 0 else self.alike
@@ -58,78 +75,92 @@ class RngState:
         self._restored = capture()
 
     def go_back(self, earlier: dict[str, Any]) -> None:
-        """Go on from an earlier state of another rank, as far as ranks draw alike. With a seed each draws its own."""
+        """Go on from an `earlier` state of another rank, for the generators with which all ranks draw alike.
+
+        Does nothing with a seed: then each rank has numbers of its own.
+        """
         if self._seed is None:
             restore(earlier, self.alike)
 
     def begin_step(self, position: Position) -> None:
-        """With a seed: what is drawn from here to the end of the next step follows from it and from `position`."""
+        """With a seed, make all that is drawn until the end of the next step follow from the seed and `position`."""
         if self._seed is not None:
             derive(self._seed, self.rank, position.steps, position.epoch)
 
     @contextmanager
     def beginning(self, position: Position, *, resumed: bool) -> Iterator[None]:
-        """Wrap what an epoch's loader draws when it begins. `resumed`: the epoch goes on in its middle.
+        """Wrap the beginning of an epoch's loader, which may draw numbers.
 
-        A resumed epoch has drawn this before, as has the script on entering it, so the generators go back afterwards.
-        With a seed the loader draws what it drew the first time: one that shuffles has the same order again.
+        If the epoch is `resumed` in its middle, the loader, and the script before it, have drawn these numbers already
+        when the epoch began. So the generators go back to the position afterwards. With a seed the loader draws what it
+        drew the first time: a loader that shuffles has the same order again.
         """
+        # With a seed: as at the first step of the epoch.
         if resumed:
             self.begin_step(position._replace(steps=position.steps - position.batches))
         yield
         if resumed:
             self.begin_step(position)
-        if resumed and self._seed is None and self._restored:  # Else it has made steps without a loader.
+        # An epoch can be resumed without a restore, after steps that were made without a loader.
+        if resumed and self._seed is None and self._restored:
             restore(self._restored)
 
 
 def capture() -> dict[str, Any]:
-    """The states of all generators in use: python's, torch's, numpy's, the current GPU's.
+    """The states of all generators in use, to save: python's, torch's, numpy's, and the current GPU's.
 
-    Plain values, but for the 625 words of python's and the 624 of numpy's generator: torch reads a tensor at once, and
-    takes 4 us for each plain number. A newcomer reads them while all others wait for it.
+    All are plain values, except for the 625 words of python's generator and the 624 words of numpy's. These are in
+    tensors, because torch reads a tensor at once, and takes 4 us for each plain number. A newcomer reads the state
+    while all other ranks wait.
     """
     state = {**note(), "seed": torch.initial_seed()}
     version, words, gauss = state["python"]
     state["python"] = (version, _in_tensor(words), gauss)
     if "numpy" in state:
         state["numpy"] = _with_lists(state["numpy"])
-        if state["numpy"]["bit_generator"] == "MT19937":  # The words of others are few, and may have 64 bits or more.
+        # Other generators have only a few words, which may have 64 bits or more.
+        if state["numpy"]["bit_generator"] == "MT19937":
             state["numpy"]["state"]["key"] = _in_tensor(state["numpy"]["state"]["key"])
     return state
 
 
 def _in_tensor(words: Sequence[int]) -> torch.Tensor:
-    """What `torch.tensor` makes of them, in a tenth of the time."""
+    """A tensor of `words`, made in a tenth of the time that `torch.tensor` takes."""
     return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
 def note() -> dict[str, Any]:
-    """The same as the generators give it, in a tenth of the time: done at each step, for `restore`, not for a file."""
+    """The states of all generators in use, as the generators give them: for `restore`, not for a file.
+
+    This takes a tenth of the time of `capture`, and is called at each step.
+    """
     state: dict[str, Any] = {"python": _pythons().state(), "torch": torch.default_generator.get_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:  # Else the script does not use its generator.
+    # A script that has not imported numpy does not use numpy's generator.
+    if "numpy" in sys.modules:
         state["numpy"] = _numpys(sys.modules["numpy"].random.mtrand._rand._bit_generator).state()
     return state
 
 
-# The usual generator, python's and numpy's, has 624 words, and its position before or after them. Each draw changes the
-# position or all words: so with the words next to it, it tells whether one was drawn, or another state was set.
+# The Mersenne Twister, which python and numpy use by default, has 624 words, and in memory its position lies next to
+# them. Each draw changes the position, or all words. So a window of memory with the position and the words beside it
+# tells whether a number was drawn or another state was set.
 _Window: Any = ctypes.c_char * (5 * 4)
 _PYTHONS: Any = getattr(random.getstate, "__self__", None)
 
 
 class _Noted:
-    """A global generator with its state as it was last noted. To make that takes python 25 us of a step, and numpy 30.
+    """A global generator, with its state as it was last noted. The state is made anew only if it has changed.
 
-    Most scripts draw from it only before the steps. What a window of its memory does not show is the second of two
-    Gaussian numbers, which is kept elsewhere.
+    To make a state takes 25 us of a step for python's generator, and 30 us for numpy's, and most scripts draw from them
+    only before the steps. The window does not show one part of a state: Gaussian numbers are made in pairs, and the
+    second number of a pair is kept elsewhere.
 
     Args:
-        address: of the window; 0 if it is not found.
-        make: makes its state.
-        gauss_is_kept: whether that second number is as a state says.
+        address: the address of the window; 0 if it is not found.
+        make: makes the state.
+        gauss_is_kept: whether that second number is still the one in the given state.
     """
 
     def __init__(self, address: int, make: Callable[[], Any], gauss_is_kept: Callable[[Any], bool]) -> None:
@@ -138,6 +169,7 @@ class _Noted:
         self._seen, self._state = b"", None
 
     def state(self) -> Any:
+        """The generator's present state."""
         now = self._window.raw if self._window is not None else b""
         if not now or now != self._seen or not self._gauss_is_kept(self._state):
             self._seen, self._state = now, self._make()
@@ -147,7 +179,9 @@ class _Noted:
 @lru_cache(maxsize=1)
 def _pythons() -> _Noted:
     address = 0
-    if sys.implementation.name == "cpython":  # Elsewhere `id` is no address.
+    # In other implementations of Python, `id` is not an address. The C struct is private, so the state is searched for
+    # in the object's memory: the position comes first, then the words.
+    if sys.implementation.name == "cpython":
         *words, position = random.getstate()[1]
         memory = ctypes.string_at(id(_PYTHONS), type(_PYTHONS).__basicsize__)
         at = memory.find(array("I", [position, *words]).tobytes())
@@ -155,17 +189,19 @@ def _pythons() -> _Noted:
     return _Noted(address, random.getstate, lambda state: state[2] == _PYTHONS.gauss_next)
 
 
-@lru_cache(maxsize=1)  # The script may set another one.
+# By generator, because the script may set another one.
+@lru_cache(maxsize=1)
 def _numpys(generator: Any) -> _Noted:
     numpy = sys.modules["numpy"]
     usual = type(generator) is numpy.random.MT19937
+    # In numpy's struct the position follows the 624 words: the window has the last four words and the position.
     make = partial(numpy.random.get_state, legacy=False)
     address = generator.ctypes.state_address + 620 * 4 if usual else 0
     return _Noted(address, make, lambda state: not state["has_gauss"])
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put the result of `capture` back, for generators of `kinds`, as far as this process has them.
+    """Put back a result of `capture` or `note`, for the generators in `kinds` that this process has.
 
     Raises CheckpointError when the script has set another of numpy's generators than the saved one.
     """
@@ -188,12 +224,12 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
 
 
 def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:
-    """Seed generators of `kinds` with what follows from the numbers, in this order, and from nothing else."""
-    # Hashed, because the sum of a seed, a rank and a step is that of others, too.
+    """Seed the generators in `kinds` by `numbers` and their order, and by nothing else."""
+    # Hashed, because different seeds, ranks and steps can have the same sum.
     digest = hashlib.sha256(f"elasticrt rng {' '.join(map(str, numbers))}".encode()).digest()
     if "torch" in kinds:
         number = int.from_bytes(digest[:8], "big") >> 1
-        # Not `torch.manual_seed`: for a GPU that is not in use it takes 0.1 ms, and this is done at every step.
+        # Not `torch.manual_seed`, which takes 0.1 ms for a GPU that is not in use. This is done at every step.
         torch.default_generator.manual_seed(number)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(number)
@@ -204,14 +240,14 @@ def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:
 
 
 def _with_lists(value: Any) -> Any:
-    """A state with lists for its tensors and numpy's arrays."""
+    """A copy of a state with lists in place of tensors and numpy's arrays."""
     if isinstance(value, dict):
         return {key: _with_lists(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _fingerprints() -> list[int]:
-    """64 bits of each generator's state, 0 for one that is not in use: equal on two ranks that will draw alike."""
+    """A hash of each generator's state, of 64 bits: equal on two ranks that will draw alike. 0: it is not in use."""
     state = _with_lists(note())
     texts = [repr(state[kind]) if kind in state else "" for kind in KINDS]
     heads = [hashlib.sha256(text.encode()).digest()[:8] if text else b"" for text in texts]

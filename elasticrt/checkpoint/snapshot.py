@@ -1,7 +1,7 @@
 """Snapshots of a training state: copied at once, written in the background.
 
-The training thread copies the state, over the copy before, and trains on. Another thread writes the copy: into a memory
-file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or both.
+The training thread copies the state into the memory of the copy before, and trains on. Another thread writes the copy:
+into a memory file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or both.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from elasticrt.data.durable_files import put
 
 _log = logging.getLogger(__name__)
 
-# Smaller writes are gathered: torch makes four for each tensor, and their time would be taken from the training.
+# Smaller writes are gathered. Torch makes four of them for each tensor, and each system call would take time from the
+# training.
 GATHERED_BYTES_MAX = 1 << 16
 
 
 class _Sink(io.RawIOBase):
-    """Writes to a descriptor and hashes on the way: the digest is of what was meant, not of a copy."""
+    """Writes to a descriptor, and hashes the data on the way: the digest is of what was meant, not of what is stored.
+
+    The error of a failed write is kept in `error`.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -43,8 +47,8 @@ class _Sink(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
         self.size += len(view)
-        # After a failure the rest is dropped: torch's writer would turn an OSError, which says why it failed, into a
-        # RuntimeError, which does not.
+        # After a failure the rest is dropped, without an exception: torch's writer would turn the OSError, which has
+        # the reason, into a RuntimeError, which does not.
         if self.error is None:
             self.hash.update(view)
             try:
@@ -55,7 +59,10 @@ class _Sink(io.RawIOBase):
 
 
 def hashed(fd: int, produce: Callable[[IO[bytes]], object]) -> tuple[int, str]:
-    """Write what `produce` gives to its file; size in bytes and SHA-256 in hex. Raises OSError, and what it raises."""
+    """Call `produce` with a file that writes to `fd`. Returns the size in bytes and the SHA-256 in hex.
+
+    Raises OSError when a write fails, and what `produce` raises.
+    """
     sink = _Sink(fd)
     with io.BufferedWriter(sink, GATHERED_BYTES_MAX) as file:
         produce(file)
@@ -65,23 +72,34 @@ def hashed(fd: int, produce: Callable[[IO[bytes]], object]) -> tuple[int, str]:
 
 
 class Snapshot:
-    """A copy of a state as plain values, which does not change any more. The training has waited `stall_s` for it.
+    """A copy of a state as plain values, which does not change any more.
 
-    What lies on a GPU is copied there first, and comes to the host when the copy is used, on a stream of its own: the
-    training waits for neither. Where the GPU lacks room for that, it waits.
+    Tensors on a GPU are first copied on that GPU. They come to the host when the snapshot is used, on a stream of their
+    own, so the training waits for neither copy. If the GPU lacks room for that, the training waits for a copy to the
+    host.
+
+    Args:
+        state: the state to copy.
+        buffers: host memory to copy into.
+
+    Attributes:
+        stall_s: how long the training has waited for the copy, in seconds.
+        is_done: whether no use needs the copy any more, so that the next snapshot may overwrite its memory.
+
+    Raises ConfigError when something in `state` can't be saved.
     """
 
     def __init__(self, state: Mapping[str, Any], buffers: Buffers | None = None) -> None:
-        """Raises ConfigError when something in `state` can't be saved."""
         began = time.monotonic()
-        self.is_done = False  # Whether nobody needs the copy any more, so that the next one may be made over it.
+        self.is_done = False
         self._buffers = buffers
+        # By GPU with copied tensors, the event after which these are complete. Empty once all is on the host.
         self._on_device: dict[torch.device, torch.cuda.Event] = {}
         self._copied = self._copy(state)
         self.stall_s = time.monotonic() - began
 
     def write_to(self, fd: int) -> tuple[int, str]:
-        """Write it to a file; size in bytes and SHA-256. Raises OSError."""
+        """Write the snapshot to a file. Returns the size in bytes and the SHA-256 in hex. Raises OSError."""
         if self._on_device:
             self._fetch()
         return hashed(fd, lambda file: torch.save(self._copied, file))
@@ -92,14 +110,15 @@ class Snapshot:
             try:
                 copied = plain_copy(state, "state", on_device=True)
             except torch.OutOfMemoryError:
-                pass  # There is room, but not in one piece.
+                # There is room, but not in one piece.
+                pass
             else:
                 self._on_device = {each: torch.cuda.current_stream(each).record_event() for each in devices}
                 return copied
         return plain_copy(state, "state", self._buffers)
 
     def _fetch(self) -> None:
-        """Bring to the host what was copied on GPUs."""
+        """Bring the copies on GPUs to the host, on a stream of its own for each GPU."""
         with ExitStack() as streams:
             for device, copied in self._on_device.items():
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -110,7 +129,8 @@ class Snapshot:
 
 
 def gpus_with_room(state: object) -> list[torch.device]:
-    """The GPUs that tensors of `state` lie on, if each has room for these once more, and as much again; else none."""
+    """The GPUs on which tensors of `state` lie, if each has room for a copy of these and as much again; else none."""
+    # Asking CUDA would initialize it, which takes seconds and forbids forks.
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     taken: Counter[torch.device] = Counter()
@@ -118,50 +138,59 @@ def gpus_with_room(state: object) -> list[torch.device]:
         if tensor.is_cuda:
             taken[tensor.device] += tensor.nbytes
     for device, size in taken.items():
+        # Memory that torch's allocator holds without using it counts as room.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if torch.cuda.mem_get_info(device)[0] + idle < 2 * size:
             return []
     return list(taken)
 
 
+# What is done with a snapshot, such as writing it to a file.
 Use = Callable[[Snapshot], object]
 
 
 class Snapshots:
-    """Takes snapshots one after the other; the next one takes over the `buffers`."""
+    """Takes snapshots one after the other.
+
+    Attributes:
+        buffers: the host memory that each snapshot takes over from the one before.
+    """
 
     def __init__(self) -> None:
         self.buffers = Buffers()
-        self._newest: Callable[[], Snapshot | None] = lambda: None  # As long as its thread has it: it may be large.
+        # A weak reference: only the thread keeps a snapshot, which may be large.
+        self._newest: Callable[[], Snapshot | None] = lambda: None
         self._thread: threading.Thread | None = None
-        self._late: threading.Thread | None = None  # Of one that is done, but what follows from it is not.
+        # The thread of the snapshot before, whose copy is not needed any more, but whose uses have not ended.
+        self._late: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether one is in flight. Not in a process that was forked meanwhile, which has no such thread."""
+        """Whether a snapshot is in flight. In a process that was forked meanwhile none is, as it lacks the thread."""
         return any(each is not None and each.is_alive() for each in (self._thread, self._late))
 
     @property
     def have_room(self) -> bool:
-        """Whether the next one may be taken: none is in flight, or nobody needs the copy of the one that is."""
+        """Whether the next snapshot may be taken: none is in flight, or its copy is not needed any more."""
         newest = self._newest()
         return not self.busy or newest is None or newest.is_done
 
     def take(self, state: Mapping[str, Any], uses: Sequence[Use]) -> None:
-        """Copy `state` to the host now, and hand the copy to each of `uses` on a thread. They have room.
+        """Copy `state` now, and call each of `uses` with the snapshot on another thread.
 
-        Raises ConfigError when something in `state` can't be saved.
+        Call this only while `have_room`, or no snapshot is in flight. Raises ConfigError when something in `state`
+        can't be saved.
         """
         if self._thread is not None and self._thread.is_alive():
             self._late = self._thread
         snapshot = Snapshot(state, self.buffers)
         self._newest = weakref.ref(snapshot)
-        # A daemon, so that one that is stuck in the file system does not keep the process from ending.
+        # A daemon thread, so that a write that is stuck in the file system does not keep the process from ending.
         self._thread = threading.Thread(target=_hand_out, args=(snapshot, uses), name="elasticrt-snapshot", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until none is in flight; False if one still is."""
+        """Wait until no snapshot is in flight. Returns False if one still is after `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         for each in (self._thread, self._late):
             if each is not None:

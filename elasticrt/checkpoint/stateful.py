@@ -1,4 +1,4 @@
-"""The user's objects in a checkpoint: collected by `state_dict`, put back by `load_state_dict`, refused in words."""
+"""Saves and restores the user's objects by `state_dict` and `load_state_dict`, and refuses what cannot be saved."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from elasticrt.checkpoint.state_copy import is_sharded, plain_copy, tensors_of
 from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
-# The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables.
+# The name under which a Loop's checkpoint holds elasticrt's own part: position, sampler, random numbers, variables.
 OURS = "elasticrt"
 
 
 def checked(objects: Mapping[str, object]) -> dict[str, Any]:
-    """The objects to save, modules without their wrappers. Raises TypeError, ConfigError for what can't be saved."""
+    """The objects to save, by name, modules without their wrappers.
+
+    Raises TypeError and ConfigError for an object that can't be saved.
+    """
     for name, each in objects.items():
         where, kind = f"Loop({name}=)", type(each).__name__
         if name == OURS:
@@ -33,7 +36,7 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"
             raise ConfigError("sharded state (FSDP)", where, got=kind, expected=expected)
-        # By its name: importing the class takes longer than all of this.
+        # By the name of the class: importing it takes longer than all of these checks.
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(each).__mro__):
             expected, remedy = "an optimizer whose state is whole on each rank", "Use the optimizer that it wraps"
             what = "sharded state (ZeroRedundancyOptimizer)"
@@ -47,9 +50,16 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *, shared: bool = False) -> None:
-    """Load each object's state from `data`, called `where` in errors. Raises CheckpointError when they do not fit.
+    """Load each object's state from `data`.
 
-    `shared`: its tensors lie in memory that all ranks of this machine share, so that none of them is kept.
+    Args:
+        objects: the objects by name.
+        data: their states by name.
+        where: the name of `data` in errors.
+        shared: whether the tensors of `data` lie in memory that all ranks of this machine share. Then no object keeps
+            such a tensor.
+
+    Raises CheckpointError when `data` does not fit the objects.
     """
     saved, present = set(data) - {OURS}, set(objects)
     if saved != present:
@@ -60,6 +70,8 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
     for name, each in objects.items():
         settings = _settings(each)
         try:
+            # A module copies what it loads, and an optimizer is dealt with below. Any other object may keep the
+            # tensors that it gets.
             if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
                 each.load_state_dict(plain_copy(data[name], name))
             else:
@@ -70,7 +82,8 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
                 _check_kind(each, settings)
                 _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
+            # Torch's message begins with a line that only names the module's class.
+            said = str(error).partition(":\n\t")[2] or str(error)
             remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
 
@@ -80,12 +93,15 @@ def _types(state: Any) -> list[torch.dtype]:
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Give its tensors the types that they had: torch makes most of them those of the parameters when it loads them.
+    """Give an optimizer's tensors the types that they had when they were saved.
 
-    Not where the model has other types than the saved one, because the script trains with another precision now.
+    When an optimizer loads a state, torch converts most tensors to the types of the parameters. Call this only if the
+    model has the types of the saved one; otherwise the script trains with another precision now.
     """
+    # A class of optimizers may have a state of its own form.
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-        return  # A class with a state of its own form.
+        return
+    # A saved state numbers the parameters in the order of the groups.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -97,15 +113,20 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 
 
 def _settings(each: object) -> list[set[str]]:
-    """The names of an optimizer's own settings, by group."""
-    # Loading a state adds some to the defaults (torch 2.13: `differentiable`) that its groups never have.
+    """The names of an optimizer's settings, for each of its groups; empty for another object."""
+    # `defaults` alone does not tell: loading a state adds names to it (torch 2.13: `differentiable`) that the groups
+    # never have.
     if not isinstance(each, torch.optim.Optimizer):
         return []
     return [set(each.defaults).intersection(group) for group in each.param_groups]
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, before: list[set[str]]) -> None:
-    """Raise ValueError where an optimizer has loaded what another kind has saved: torch fails at its next step then."""
+    """Raise ValueError if an optimizer has loaded the state of another kind of optimizer.
+
+    Torch loads such a state without an error, and fails at the next step. `before` is the result of `_settings` before
+    the load.
+    """
     groups = zip(before, optimizer.param_groups, strict=True)
     lacks = sorted({name for settings, group in groups for name in settings.difference(group)})
     if lacks:
@@ -113,7 +134,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, before: list[set[str]]) -> Non
 
 
 def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer memory of its own: what it loads on the host it keeps as it is."""
+    """Give an optimizer its own copies of its host tensors: it keeps the tensors that it has loaded as they are."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
