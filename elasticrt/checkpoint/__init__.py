@@ -1,1 +1,1 @@
-"""The training state: copied, written, committed, found again, and sent to ranks that lack it."""
+"""The training state: how it is copied, written, committed, restored, and sent to ranks that lack it."""

@@ -101,7 +101,7 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is one rank's part of a distributed tensor, such as FSDP's."""
-    # By the name of its type: importing these classes takes long.
+    # By the name of its type, so that nothing has to be imported for this question.
     return type(tensor) is not torch.Tensor and type(tensor).__name__ in ("DTensor", "ShardedTensor")
 
 
@@ -142,7 +142,7 @@ class Copier:
 
     def copy(self, value: object) -> Any:
         """As `plain`, but raises _UnfitError."""
-        # The tests come in the order of frequency, since this runs for every value of a state.
+        # Frequent types come first, because this runs for every value of a state.
         kind = type(value)
         if kind in _EXACT:
             return value

@@ -1,1 +1,1 @@
-"""Which samples a rank trains: order, samplers, position, and data that one rank prepares for all."""
+"""Data: the samples that a rank trains (order, samplers, position), and data that one process prepares for all."""

@@ -1,8 +1,8 @@
-"""Files that are written whole or not at all, and read only when they are what they seem.
+"""Writes files whole or not at all, and durably. Reads files only if they are what they seem.
 
-Writing: a temporary in the same directory, fsync, rename, fsync of the directory. Reading: relative to an open
-directory, no symbolic links, regular files with one name only. Others may be able to write to the checkpoint directory:
-what is found there is checked, not trusted.
+To write a file: write a temporary file in the same directory, fsync it, rename it, and fsync the directory. To read a
+file: open it relative to an open directory, follow no symbolic link, and accept only a regular file with a single name
+(hard link). Other users may be able to write to a checkpoint directory, so what is found there is checked, not trusted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE
 Made = TypeVar("Made")
 
 PIECE_BYTES = 1 << 18
-"""How much of a large file is read at a time."""
+"""A large file is read in pieces of this size, which fits into the processor's caches."""
 
 
 class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
-    """The file is no plain file of one name, or not of the size or content that it should have. The text says which."""
+    """A file is not a regular file with a single name, or not of the expected size or content. The text says which."""
 
 
 def put(fd: int, data: bytes | bytearray | memoryview) -> None:
@@ -36,19 +36,26 @@ def put(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 class Directory:
-    """An open directory, created when missing. All names are relative to it and contain no "/".
+    """An open directory. All names of files are relative to it and contain no "/".
 
-    Writing raises OSError when the path has come to lead elsewhere (unmounted, replaced): an empty mount point must not
-    be filled.
+    Args:
+        path: the directory.
+        create: whether to create it when it is missing.
+
+    Attributes:
+        path: as given.
+        fd: the descriptor of the open directory.
+
+    Raises OSError when the directory cannot be opened, Unfit when any user could plant files in it.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        """Raises OSError when it cannot be opened, Unfit when strangers could plant files in it."""
         if create:
             _make(path)
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         mode = os.fstat(self.fd).st_mode
+        # The sticky bit, as on /tmp, keeps users from replacing each other's files.
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             os.close(self.fd)
             raise Unfit(f"it is writable by everybody (mode {stat.S_IMODE(mode):o}): chmod o-w")
@@ -59,41 +66,47 @@ class Directory:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it was deleted, and nothing is there now. One that is unmounted was not deleted: it may come back."""
+        """Whether the directory was deleted, and nothing has its path now.
+
+        False for one that was only unmounted, and may come back.
+        """
         if os.path.lexists(self.path):
             return False
         try:
             return os.fstat(self.fd).st_nlink == 0
-        except OSError:  # On NFS a deleted one cannot be asked; the next write fails with the reason.
+        except OSError:
+            # On NFS, `fstat` fails for a deleted directory. The next write fails as well, and has the reason.
             return False
 
     def names(self) -> list[str]:
-        """The names in it, sorted."""
+        """The names in the directory, sorted."""
         return sorted(os.listdir(self.fd))  # noqa: PTH208  Of the open directory, not of a path.
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that is missing is not an error."""
+        """Delete a file. A missing file is not an error."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file, durably; one that is missing is not an error. Raises OSError."""
+        """Rename a file from `name` to `new`, durably. A missing file is not an error. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             os.fsync(self.fd)
 
     def write(self, name: str, temporary: str, fill: Callable[[int], Made]) -> Made:
-        """Make a file durable. Returns what `fill` returns.
+        """Write a file durably. Returns what `fill` returns.
 
         Args:
-            name: of the file.
-            temporary: its name until it is whole.
+            name: the file's name.
+            temporary: the file's name until it is whole.
             fill: writes the content to the descriptor that it gets.
 
-        Raises OSError (no space, read-only ...) and what `fill` raises; then nothing is left of it, and a file that had
-        this name before is untouched.
+        Raises OSError (no space, read-only ...), also when the directory's path leads elsewhere by now; and what `fill`
+        raises. Nothing is left of the file then, and a file that had this name before is untouched.
         """
-        mine, there = os.fstat(self.fd), self.path.stat()  # FileNotFoundError is an OSError and says the same.
+        # After an unmount the path leads to an empty mount point, which must not be filled. If the path is missing,
+        # `stat` raises FileNotFoundError, an OSError that says so.
+        mine, there = os.fstat(self.fd), self.path.stat()
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             raise OSError(f"{self.path} is not the directory of the start any more (unmounted or replaced?)")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -101,7 +114,7 @@ class Directory:
         try:
             try:
                 made = fill(fd)
-                # An fsync that failed is never tried again: the kernel may have dropped the pages and would say yes.
+                # A failed fsync is never tried again. The kernel may have dropped the pages, and then reports success.
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -113,12 +126,15 @@ class Directory:
         return made
 
     def look(self, name: str, size: int) -> None:
-        """Raises Unfit when this is no plain file of `size` bytes, OSError."""
+        """Check that this is a plain file of `size` bytes, without reading it. Raises Unfit if it is not; OSError."""
         with self._plain(name, size):
             pass
 
     def read(self, name: str, *, size_max: int) -> bytearray:
-        """The whole content of a plain file. Raises Unfit when it is none, or larger than `size_max` bytes; OSError."""
+        """The whole content of a plain file.
+
+        Raises Unfit when it is not a plain file, or is larger than `size_max` bytes; OSError.
+        """
         content = bytearray()
         with self._plain(name) as fd:
             found = os.fstat(fd).st_size
@@ -129,9 +145,10 @@ class Directory:
         return content
 
     def read_into(self, name: str, write: Callable[[memoryview], object], size: int) -> str:
-        """Give a plain file of `size` bytes to `write`; its SHA-256. Raises Unfit for another file, OSError.
+        """Pass a plain file of `size` bytes to `write`, piece by piece. Returns its SHA-256 in hex.
 
-        In pieces that stay in the processor's caches: the file is never a second time in this process's memory.
+        The pieces stay in the processor's caches, and this process's memory never holds the file a second time. Raises
+        Unfit for another kind of file or another size; OSError.
         """
         digest = hashlib.sha256()
         with self._plain(name, size) as fd:
@@ -142,12 +159,12 @@ class Directory:
 
     @contextlib.contextmanager
     def _plain(self, name: str, size: int | None = None) -> Iterator[int]:
-        """A descriptor for reading a regular file that has exactly one name, and `size` bytes if that is given.
+        """A descriptor for reading a plain file: a regular one with exactly one name, and with `size` bytes if given.
 
-        Raises Unfit otherwise, OSError.
+        Raises Unfit for another file; OSError.
         """
         try:
-            # O_NONBLOCK: to open a planted FIFO must not wait for its writer.
+            # O_NONBLOCK: otherwise opening a FIFO, which somebody has planted, would wait for its writer.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(name, flags, dir_fd=self.fd)
         except OSError as error:
@@ -168,7 +185,10 @@ class Directory:
 
 
 def _pieces(fd: int, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes of a file, each piece where the one before was. Raises Unfit when there are fewer."""
+    """The first `size` bytes of a file in pieces. All pieces use the same memory, so each is valid until the next.
+
+    Raises Unfit when the file has fewer bytes.
+    """
     room, done = memoryview(bytearray(min(size, PIECE_BYTES))), 0
     while done < size:
         count = os.readv(fd, [room[: size - done]])
@@ -179,13 +199,16 @@ def _pieces(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def _make(path: Path) -> None:
-    """Make a directory and those above it that are missing, each durably: a name lives in the directory above it."""
+    """Make a directory, and its missing parents, durably."""
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # Another process was faster.
-            # All changes go through `os`, so that tests can stand in for it.
+        # Another process may have been faster.
+        with contextlib.suppress(FileExistsError):
+            # All changes go through `os`, so that tests can replace it.
             os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
-        with contextlib.suppress(PermissionError):  # A directory that may be written to and not read cannot be synced.
+        # The name of a directory is stored in its parent, so the parent is synced. A parent that this user may write
+        # to, but not read, cannot be synced.
+        with contextlib.suppress(PermissionError):
             sync(each.parent)
 
 
@@ -200,7 +223,7 @@ def sync_tree(root: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a directory. Raises OSError."""
+    """Make the content of a file durable, or the names in a directory. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,8 +1,11 @@
-"""Writing the ledger: each rank notes the samples of a step before the step's gradients meet. See `audit.exactly_once`.
+"""Writes the ledger: each rank notes the samples of a step before the step's gradients are reduced.
 
-A directory may be shared, or each node's own. A step is one `write`, and nothing is synced: a killed process loses
-nothing, and what a node wrote in the seconds before it lost its power is reported as missing. A ledger that cannot be
-written is a warning, and training goes on: steps that found no room are missing in it, and `check` says so.
+`audit.exactly_once` reads the ledgers of all ranks, and checks that each sample has counted exactly once.
+
+The directory may be shared, or each node's own. A step is one `write`, and nothing is synced. So a killed process loses
+nothing; what a node has written in the seconds before a power loss is reported as missing. A ledger that cannot be
+written is a warning, and training goes on. Steps that found no room on the disk are missing in the ledger, and the
+audit's `check` says so.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ _log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """This rank's ledger. Without a directory it only carries on the history that was restored.
+    """This rank's ledger. Without a directory it writes nothing, and only continues the history that was restored.
+
+    A history is a list of links: the name of a start of the training, and the last step of that start which counts.
 
     Args:
-        directory: created when missing; None: nothing is written.
-        sampler: that of the Loop.
+        directory: the directory of the ledger files, created when missing; None: nothing is written.
+        sampler: the sampler of the Loop.
 
-    Raises ConfigError when `directory` is given and the sampler is no ElasticBatchSampler.
+    Raises ConfigError when `directory` is given and the sampler is not an ElasticBatchSampler.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
@@ -44,15 +49,16 @@ class Ledger:
         self._directory = None if directory is None else Path(directory).absolute()
         self._sampler = sampler if isinstance(sampler, ElasticBatchSampler) else None
         self._history: list[Link] = []
-        self._start = ""
-        self._began_at = 0
-        self._ids: list[int] = []
+        self._start = ""  # The name of the present start.
+        self._began_at = 0  # The number of steps when the file was begun.
+        self._ids: list[int] = []  # The samples of the step that is being noted.
         self._fd = -1
-        self._head = ""  # What is to be written before the next line: the first one, the end of an epoch.
-        self._size = self._last_size = 0  # Bytes of whole lines, and of those without the last; 0: it has to stay.
+        self._head = ""  # Lines that go before the next one: the opening, the end of an epoch that found no room.
+        # Bytes of all whole lines, and of all but the last one. `_last_size` is 0 if the last line has to stay.
+        self._size = self._last_size = 0
         self._noted = 0  # The step of the newest entry.
-        self._size_opened = 0  # Bytes of the first line.
-        self._lacks = False  # Whether lines found no room.
+        self._size_opened = 0  # Bytes of the opening.
+        self._lacks = False  # Whether a line has found no room.
 
     @property
     def writes(self) -> bool:
@@ -60,16 +66,21 @@ class Ledger:
         return self._fd >= 0
 
     def restored(self, history: Iterable[Sequence[Any]]) -> None:
-        """Take over what the restored state descends from: a result of `history`."""
+        """Take over the `history` of the restored state: a result of the method `history`."""
         self._history = [(start, last) for start, last in history]
 
     def history(self, steps: int) -> list[list[str | int]]:
-        """What a state of `steps` descends from, as plain values."""
+        """The history of a state after `steps` steps, as plain values."""
         links = [*self._history, (self._start, steps)] if self._start and steps > self._began_at else self._history
         return [[start, last] for start, last in links]
 
     def open(self, start: str, position: Position) -> None:
-        """The loop is entered: begin the file of this rank of this start."""
+        """The loop is entered: begin this rank's file.
+
+        Args:
+            start: the name of this start of the training, the same on all ranks.
+            position: where the training begins or resumes.
+        """
         rank, world_size = rank_and_world()
         if self._directory is None or self._sampler is None:
             return
@@ -80,7 +91,8 @@ class Ledger:
             make_directory(self._directory)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(self._directory / name, flags, FILE_MODE)
-            # After the open: on NFS a node that changes nothing in a directory may see a listing half a minute old.
+            # Listed after the file was made: on NFS, a node that changes nothing in a directory may see a listing that
+            # is half a minute old.
             there = starts(each.name for each in self._directory.iterdir())
         except OSError as error:
             _log.warning("no ledger is written to %s: %s", self._directory, error)
@@ -104,7 +116,7 @@ class Ledger:
         self._size_opened = self._size
 
     def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
-        """Before a forward of `step`: note its samples. The last forward of a step writes them down."""
+        """Before a forward of `step`: note the samples of `share`. The last forward of a step writes the entry."""
         assert self._sampler is not None, "called only while this writes"
         self._ids += self._sampler.indices(share)
         if share.last:
@@ -112,25 +124,30 @@ class Ledger:
             if self._write(LedgerEntry(step, epoch, ids).to_line()):
                 self._noted = step
             elif self._noted == step:
-                self.close()  # Else the entry of the first try at this step would count.
+                # This step is done again, and its new entry found no room. The entry of the first try would count.
+                self.close()
 
     def renew(self) -> None:
-        """Batches begin with a whole global batch: forget the one that was under way."""
+        """Forget the samples of a global batch that was under way: the next batch begins a whole one."""
         self._ids = []
 
     def closed(self, position: Position) -> None:
-        """The body of the epoch has ended, whether or not all its samples were trained."""
+        """The body of the epoch has ended at `position`, whether or not all samples of the epoch were trained."""
         if self.writes and self._sampler is not None:
             facts, over = self._sampler.state_dict(), not self._sampler.remaining
+            # With `drop_last` an epoch is over before all its samples are trained. These are excused.
             excused = facts["samples"] - facts["consumed"] if over else 0
             line = Closing(position.epoch, position.steps, facts["consumed"], excused).to_line()
             if not self._write(line):
-                self._head += line  # Without it samples that were left out would be lost ones.
+                # The line is written before the next one. Without it, samples that the script has left out would look
+                # like lost ones.
+                self._head += line
 
     def end(self, steps: int) -> None:
-        """The loop ends by itself after `steps`. Where steps are missing this may take the place of the last line.
+        """The loop ends by itself after `steps` steps.
 
-        Otherwise a file whose disk stays full would tell of no step after the last one that found room.
+        If lines have found no room, the line that says so may take the place of the last entry. Without it, a file on a
+        full disk would not show that there were steps after its last entry.
         """
         lacks = self._lacks
         if self.writes and not self._write(end_line(steps)) and lacks and self._size:
@@ -140,7 +157,7 @@ class Ledger:
                 self._write(end_line(steps))
 
     def take_back(self) -> None:
-        """Nobody has trained what is noted since `open`."""
+        """Remove all entries since `open`: no rank has trained these steps."""
         if self.writes:
             self._size, self._last_size = self._size_opened, 0
             self._cut()
@@ -152,7 +169,7 @@ class Ledger:
             self._fd = -1
 
     def _write(self, line: str) -> bool:
-        """Append a whole line, or nothing. Returns whether there was room for it."""
+        """Append `_head` and a whole line, or nothing. Returns whether there was room."""
         text = (self._head + line).encode()
         try:
             put(self._fd, text)
@@ -162,20 +179,21 @@ class Ledger:
             self._lacks = True
             self._cut()
             return False
+        # A line with others before it cannot be taken back by itself.
         self._last_size = 0 if self._head else self._size
         self._head, self._size = "", self._size + len(text)
         return True
 
     def _cut(self) -> None:
-        """Leave whole lines only in the file."""
+        """Truncate the file to `_size`, so that it has whole lines only."""
         try:
             os.ftruncate(self._fd, self._size)
         except OSError as error:
-            # Another line after one that was cut would hide the cut.
+            # The file ends in a part of a line. One more line behind it would hide that.
             _log.warning("the ledger in %s is not continued: %s", self._directory, error)
             self.close()
 
 
 def starts(names: Iterable[str]) -> set[str]:
-    """The starts that files of these names belong to."""
+    """The names of the starts that ledger files with these `names` belong to."""
     return {name.rsplit("-rank-", 1)[0].rpartition("-")[2] for name in names if name.endswith(SUFFIX)}

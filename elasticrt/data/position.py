@@ -1,4 +1,4 @@
-"""Where a training loop stands, what is due, and when it is over. Pure."""
+"""Where a training loop stands, when a save is due, and when the loop is over. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from elasticrt.errors import ConfigError, explain
 
 
 class Position(NamedTuple):
-    """A point between two steps. A tuple, because one is made at every step, and that takes half as long.
+    """A point between two steps.
+
+    It is a tuple because one is made at every step, which takes half as long as for a dataclass.
 
     Attributes:
-        steps: optimizer updates so far, over all epochs.
+        steps: the number of optimizer updates so far, over all epochs.
         epoch: the epoch that is being trained, or comes next.
-        batches: global batches of that epoch that are done.
-        open: the body of that epoch has begun and not ended: what follows its batches (evaluation, schedulers) is
-            still to be done.
-        drained: the epoch's loader has nothing left.
+        batches: the number of global batches of that epoch that are done.
+        open: whether the body of that epoch has begun and not ended. What follows its batches (evaluation, schedulers)
+            is then still to be done.
+        drained: whether the epoch's loader has nothing left.
     """
 
     steps: int = 0
@@ -28,36 +30,49 @@ class Position(NamedTuple):
     drained: bool = False
 
     def stepped(self) -> Position:
-        """One more global batch is trained."""
+        """The position after one more global batch."""
         return Position(self.steps + 1, self.epoch, self.batches + 1, self.open, self.drained)
 
     def closed(self, *, cut_short: bool) -> Position:
-        """The epoch's body has ended. When the limit of steps cut it short, its rest comes next."""
+        """The position after the end of the epoch's body.
+
+        The next epoch comes next; if the limit of steps has `cut_short` this one, its rest does.
+        """
         if cut_short:
             return self._replace(open=False)
         return Position(steps=self.steps, epoch=self.epoch + 1)
 
     def is_over(self, total: int, steps_max: int | None) -> bool:
-        """Whether nothing is left to enter. An open epoch is entered again, if only for what follows its batches."""
+        """Whether the loop has no epoch left to enter.
+
+        An open epoch is entered again, if only for what follows its batches.
+
+        Args:
+            total: the number of epochs.
+            steps_max: the limit of steps; None: there is none.
+        """
         if self.epoch >= total:
             return True
         return not self.open and self.limit_reached(steps_max)
 
     def limit_reached(self, steps_max: int | None) -> bool:
-        """Whether no more steps are wanted."""
+        """Whether the limit of steps, `steps_max`, is reached."""
         return steps_max is not None and self.steps >= steps_max
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often to save: each `count` of `unit`."""
+    """How often to save: once every `count` of `unit`."""
 
     count: float
     unit: Literal["seconds", "steps", "epochs"]
 
     @classmethod
     def parse(cls, text: object) -> SaveInterval:
-        """From "500 ms", "30s", "5 min", "1 h", "200 steps" or "1 epoch". Raises TypeError, ConfigError."""
+        """Parse a text such as "500 ms", "30s", "5 min", "1 h", "200 steps" or "1 epoch".
+
+        Raises TypeError if it is not a text, ConfigError if it has another form.
+        """
         if not isinstance(text, str):
             raise TypeError(explain("not a text", "Loop(every=)", got=text, expected='such as "30s", "200 steps"'))
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
@@ -73,8 +88,12 @@ class SaveInterval:
         raise ConfigError("not a distance between saves", "Loop(every=)", got=text, expected=expected, remedy=remedy)
 
     def is_due(self, position: Position, saved: Position, since_s: float) -> bool:
-        """Whether to save now. `saved` is the position of the newest save (at the start: where the loop began), since_s
-        the seconds since then.
+        """Whether to save now.
+
+        Args:
+            position: where the training loop stands.
+            saved: the position of the newest save; before the first save, where the loop began.
+            since_s: the seconds since that save, or since the beginning.
         """
         if self.unit == "seconds":
             return since_s >= self.count and position != saved
