@@ -51,6 +51,7 @@ def take_alone(directory: Path) -> None:
 
     Raises DuplicateError if another live process saves there; OSError.
     """
+    # Two Checkpointers may name one directory differently.
     key = os.path.realpath(directory)
     if key in _locks:
         return
@@ -152,6 +153,7 @@ class CheckpointDirectory:
     def history(self) -> History:
         """Read all manifests in the directory. Raises OSError when the directory can't be listed."""
         directory = self._opened()
+        # A file that is wrong in any way costs that checkpoint, and not the others.
         troubles, manifests, marked, names = [], {}, set(), self._names()
         described = {name["stem"] for name in names if name["suffix"] in (MANIFEST, DRAFT)}
         for name in names:
@@ -196,6 +198,7 @@ class CheckpointDirectory:
         """
         directory, name = self._opened(), manifest.commit.file
         stem = name.removesuffix(PAYLOAD)
+        # The payload comes first, so that a draft never describes a file that is not there.
         size, digest = directory.write(name, TEMPORARY + stem, fill)
         commit = replace(manifest.commit, size=size, digest=digest)
         content = replace(manifest, commit=commit).to_json()

@@ -105,7 +105,7 @@ class MemoryTier:
             buffers.touch(likes)
 
     def begin(self, now: float, step: int) -> None:
-        """The loop is entered after `step`, at the time `now`. The first copy is due FIRST_S later."""
+        """The loop is entered after `step`, at the time `now`. No copy is due before FIRST_S have passed."""
         if self._budget:
             self._not_before = now + FIRST_S
             self._step, self._at = step, now

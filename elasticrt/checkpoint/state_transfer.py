@@ -138,6 +138,7 @@ def share(
     with contextlib.ExitStack() as stack:
         # This process has reached the store from this address, so the other ranks can reach the process there.
         own = meeting.store.address
+        # Each rank says the last step that it has finished, and where it listens.
         listening = stack.enter_context(proc.listening(own))
         said = json.dumps([mine, own, listening.getsockname()[1]])
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
@@ -184,7 +185,9 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket, over: Callable[[], bool]) -> None:
+        # Each call ends after LOOK_S, so that `_moved` can look at `over`.
         connection.settimeout(LOOK_S)
+        # The small messages at the beginning and the end must not wait for an acknowledgement (Nagle's algorithm).
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._over = over
@@ -334,6 +337,7 @@ def _receive(
     through_host, through_group = _parted(places, here.lane)
     places = through_host + through_group
     targets = places
+    # Into other memory first, so that this rank keeps its whole state until another one has arrived undamaged.
     beside = keeps and _has_room(through_host, through_group)
     if beside:
         through_host = [torch.empty(each.shape, dtype=each.dtype) for each in through_host]
@@ -424,6 +428,7 @@ def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) ->
     The tensors are appended to `places`, in the order of their marks.
     """
     if isinstance(outline, tuple) and len(outline) == 4 and outline[0] == _MARK:
+        # A mark: it tells the tensor's type, shape and kind of device.
         dtype, shape, device = getattr(torch, outline[1]), torch.Size(outline[2]), outline[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
         place = own if fits else spare.take(shape, dtype, device)

@@ -78,6 +78,7 @@ class SaveInterval:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
         number, word = match.groups() if match else ("0", "")
         seconds = {"ms": 1e-3, "s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600}
+        # A unit may be in the plural; "ms" and "s" are units themselves.
         word = word if word in seconds else word.removesuffix("s")
         if word in seconds and float(number) > 0:
             return cls(float(number) * seconds[word], "seconds")

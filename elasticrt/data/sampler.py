@@ -122,11 +122,13 @@ class _Position:
         missing = set(own) - set(state)
         if missing:
             raise CheckpointError("not a sampler's state", self._where, got=f"without {sorted(missing)}")
+        # At the beginning of an epoch any order will do, so `shuffle` and `seed` matter only in its middle.
         for name in ("kind", "samples", *(("shuffle", "seed") if state["consumed"] else ())):
             if state[name] != (now := own[name]):
                 got, expected = f"{name}={state[name]} in the checkpoint", f"{name}={now} as now"
                 what = f"the checkpoint's {name} is not this sampler's"
                 raise CheckpointError(what, self._where, got=got, expected=expected)
+        # The state comes from a file or another rank: it is checked, not trusted.
         epoch, consumed = state["epoch"], state["consumed"]
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed <= self._samples:
             raise CheckpointError("impossible position", self._where, got=f"epoch {epoch}, consumed {consumed}")

@@ -113,7 +113,7 @@ class AgentClient:
     def overtaken(self) -> bool:
         """Whether a newer seat has come than the one that was taken last.
 
-        This becomes true before connections are cut for the new seat. An error by the cut is thus known as such.
+        This becomes true before connections are cut for the new seat. So an error that the cut causes is known as such.
         """
         return self._announced != self._taken
 

@@ -152,8 +152,8 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         timeout_s: how long a collective may wait for other ranks, in seconds. Under an elasticrt agent the first
             meeting of the ranks has no timeout, because some may still be preparing their data.
 
-    Raises ConfigError when the environment has an impossible rank or no address; TypeError and ValueError for invalid
-    arguments; torch's error when the ranks do not meet within `timeout_s`.
+    Raises ConfigError when the environment has a malformed or impossible rank, or no address; TypeError and ValueError
+    for invalid arguments; torch's error when the ranks do not meet within `timeout_s`.
     """
     global _context, _timeout_s  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
     _check_arguments(backend, timeout_s)

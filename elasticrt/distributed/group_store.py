@@ -105,6 +105,7 @@ class GroupStoreServer:
     def _answer(self, connection: socket.socket, client: _Client, question: dict[str, Any]) -> None:
         op, values = question["op"], self._values
         if not client.admitted:
+            # `_read` closes the connection of a process that does not know the nonce.
             if op != "hello" or question["nonce"] != self._nonce:
                 raise ValueError("another generation")
             client.admitted = True
@@ -228,6 +229,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         return got
 
     def _ask(self, *, timeout: datetime.timedelta | None = None, **question: Any) -> Any:
+        # Both errors have torch's types and words, by which `ipc.failure.is_collateral` knows the loss of a peer.
         limit_s = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         try:
@@ -252,6 +254,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         return connection
 
     def _hang_up(self) -> None:
+        # A late answer on this connection would be taken for that of the next question.
         connection, self._own.connection = getattr(self._own, "connection", None), None
         if connection is not None:
             connection.close()

@@ -56,10 +56,10 @@ def must_leave(page: StatusPage, step: int) -> bool:
 
 
 def staying(step: int) -> Callable[[], object]:
-    """A function that reports to the agent that this process has stopped after `step`, and waits for its next seat.
+    """A function that tells the agent: this process has stopped after `step`, and waits for a seat.
 
-    Any thread may call that function. It reports for the generation of now, even if this process has another seat when
-    it is called.
+    Any thread may call that function. Its report is for the generation in which `staying` was called, even if this
+    process has another seat by then.
     """
     return partial(agent_client.agent_link().say, Left(agent_client.worker_env().generation, step))
 

@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 RETIRED_S = 2.0
 """The minimum time, in seconds, for which a group is kept after it was left. Its threads may still be finishing failed
-works, and need the interpreter's lock for that. Destroying the group joins these threads while holding the lock, which
-is a deadlock (torch 2.13)."""
+works, and need the interpreter's lock for that. Destroying the group waits for these threads while holding the lock
+(torch 2.13), so both would wait for ever."""
 
 CONNECT_AGAIN_S = 0.005
 """The pause, in seconds, between two attempts to connect to the generation's store."""
@@ -211,7 +211,7 @@ def _address_in(value: bytes) -> bytes:
 
 
 def _ask(store: Any, ranks: int) -> None:
-    """Ask one of torch's own stores where the ranks of a new gloo group listen: it does not report what ranks store."""
+    """Read in the store of a new gloo group where its ranks listen: torch's own stores do not report what is stored."""
     # Gloo's keys for the ranks' addresses (torch 2.13).
     keys = [f"cpu//0/{rank}" for rank in range(ranks)]
     torch_dist = cast("Any", dist)  # It offers more than it declares.
@@ -429,7 +429,10 @@ def _idle() -> bool:
 
 
 def is_stuck() -> bool:
-    """Whether a thread of a group waits for a peer. A cut ends such a wait; `InPlace._end_if_stuck` has exceptions."""
+    """Whether a thread of a group waits for a peer.
+
+    A cut ends such a wait, except for the cases that `InPlace._end_if_stuck` describes.
+    """
     return any(call is not None and _has_limit(call) for call in _waits())
 
 
@@ -553,7 +556,8 @@ def has_subgroups() -> bool:
 def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters of a DDP module that are not frozen now.
 
-    A DDP module exchanges the gradients of the parameters that were not frozen when the module was made.
+    A DDP module exchanges the gradients of the parameters that were not frozen when the module was made, so call this
+    right after that.
     """
     ignored = layer.parameters_to_ignore
     return [each for name, each in layer.module.named_parameters() if each.requires_grad and name not in ignored]
@@ -636,6 +640,7 @@ def _rebuild(layer: Any, world: Any) -> None:
     hooks, layer._comm_hooks = layer._comm_hooks, []
     reducer_was_renewed(layer)
     for hook, state in hooks:
+        # A hook's state may be the group itself, as for torch's own hooks, or hold it.
         if getattr(state, "process_group", None) is old:
             state.process_group = world
         layer.register_comm_hook(world if state is old else state, hook)
