@@ -1,4 +1,4 @@
-"""The memory tier: copies of the training state in the memory of each node's agent, taken while training goes on.
+"""The memory tier: takes copies of the training state into the memory of each node's agent, while training goes on.
 
 Between two steps local rank 0 takes a snapshot of its state, and hands it to the agent as a memory file, which outlives
 this process. Copies take a fixed share of the training time; the cost of the last copy decides when the next one is

@@ -1,4 +1,4 @@
-"""Snapshots of a training state: copied at once, written in the background.
+"""Takes snapshots of a training state: copied at once, written in the background.
 
 The training thread copies the state into the memory of the copy before, and trains on. Another thread writes the copy:
 into a memory file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or both.

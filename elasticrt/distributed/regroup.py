@@ -384,8 +384,11 @@ def _abort_one(group: Any) -> None:
 
 
 def leave() -> None:
-    """Leave the default group and all others. Their sockets have been cut, or no thread waits in them."""
-    # A group that no thread waits in has not been cut yet.
+    """Leave the default group and all others, and close the store that this process serves.
+
+    No thread may wait in a group: its sockets have been cut before, or it is idle.
+    """
+    # An idle group has not been cut yet.
     cut()
     while _served:
         _served.pop().close()
