@@ -1,9 +1,10 @@
-"""Where the time of a node went: each moment of an agent's life is in exactly one bucket. Pure.
+"""Divides the time of each agent's life into buckets: every moment is in exactly one. Pure.
 
-A life is painted from left to right with a cursor. Each event gives the time from the cursor to itself a bucket, so the
-spans add up to the life, whatever the events are. Two things are known late. A pause is reported at its end, so
-training is painted only up to the beginning of the next pause. The time that workers spend besides their steps
-(`Progress`) is an amount, which is painted at the beginning of the interval in which it was spent.
+A life is painted from left to right with a cursor. Each event assigns the time between the cursor and itself to a
+bucket and moves the cursor, so the spans always add up to the life, whatever the events are and whichever are missing.
+Two things are known late. A pause (`loop.pause`) is reported at its end, so training is painted only up to the point
+where the next pause could begin. The time that workers spend besides their steps (`Progress`) is an amount of seconds
+without a position; it is painted at the beginning of the interval in which it was spent.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ BUCKETS: Mapping[str, str] = {
     WAITING: "there were fewer nodes than the run needs",
     STANDBY: "other nodes trained without this one",
 }
-"""Each bucket with its meaning, the best use of time first."""
+"""Each bucket with its meaning, the best use of time first. docs/events.md shows this table."""
 
+# The bucket of each phase of a `Recovery` or `SetUp` event. Two phases depend on the kind of script and of restart: see
+# `_stepped`.
 _PHASES = {
     "detect": DETECT,
     "agree": AGREE,
@@ -51,40 +54,46 @@ _PHASES = {
 }
 
 SPANS_MAX = 4000
-"""A life with more spans gets coarser ones of training."""
+"""How many spans one life keeps. Beyond that, neighbouring spans of training are merged (`coarser`)."""
 
 ROUNDED_S = 0.001
-"""Events and phases are rounded: times that differ by less are the same."""
+"""Events and phases are rounded to milliseconds: times that differ by less are equal."""
 
 STANDS_KEPT = 64
-"""How many times in which steps stood still are kept of a generation."""
+"""How many standstills are kept of one generation, the newest ones."""
 
 LATE_S = 1.0
-"""A step may be reported so long after it was made."""
+"""How long after a step its report may arrive."""
 
 PACE_S = 30.0
-"""The steps per second of a run that goes on are those of this time, as far as its newest generation has made some."""
+"""The window over which the current steps per second are measured, within the newest generation."""
 
 PIECES = 2000
-"""The time of a run is divided so finely where its nodes are in different buckets."""
+"""How finely the time of a run is divided where its nodes are in different buckets at the same moment."""
 
+# Buckets that alternate quickly while workers train. Only these are merged to save spans; all others stay exact.
 _TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
+# How many neighbouring spans `coarser` merges into one of each bucket.
 _PIECE = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of time."""
+    """An interval of time, in one bucket."""
 
-    # `begin`, `end`: seconds.
+    # `begin` and `end` are in seconds since 1970.
     begin: float
     end: float
-    bucket: str  # How it was spent.
+    bucket: str  # A key of `BUCKETS`.
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """The time and content of a `Progress` event: the step, and the `seconds` by bucket in the generation so far."""
+    """A `Progress` event as a point in time.
+
+    `step` is the last step that all workers of the node have finished. `seconds` are the amounts by bucket, summed
+    since the node's first step in the generation. With `pausing`, a worker is in `loop.pause`.
+    """
 
     at: float
     step: int
@@ -92,7 +101,7 @@ class _Mark:
     pausing: bool
 
     def later(self, at: float) -> _Mark:
-        """The mark `at` a later time of the same pause."""
+        """This mark moved to `at`, a later time in the same pause."""
         seconds = tuple((name, spent_s + (at - self.at) * (name == PAUSE)) for name, spent_s in self.seconds)
         return _Mark(at, self.step, seconds, pausing=True)
 
@@ -101,50 +110,58 @@ class _Mark:
 class Standstill:
     """A time in which no step was made."""
 
-    # `since`, `until`: seconds; infinity: it goes on, or its generation has ended in it.
+    # `since` and `until` are in seconds since 1970. `until` is infinity while the standstill lasts, and stays so if its
+    # generation ends before another step.
     since: float
     until: float = math.inf
-    culprit: events.Culprit | None = None  # The newest finding about whom the others wait for; None: there is none.
-    by: str = ""  # The node that has told it first.
+    # The newest finding about which ranks the others wait for; None: there is none.
+    culprit: events.Culprit | None = None
+    # The node that reported this finding first.
+    by: str = ""
 
 
 @dataclass
 class Course:
-    """How a generation went, as the events of all its nodes tell. Times are in seconds."""
+    """How one generation went, from the events of all its nodes. Times are in seconds since 1970."""
 
-    # `step`, `step_at`: the last step, and when it was done; 0 before.
+    # The last step, and when it was done; 0 before the first.
     step: int = 0
     step_at: float = 0.0
     over_at: float = math.inf  # When the next generation began.
-    # When the last of its agents had ended, if none has gone on; whoever came later has waited for others.
+    # When the last of the generation's agents ended, if none of them lived on into the next generation. An agent that
+    # started later has waited for others to come.
     left_at: float = math.inf
-    failed_at: float = math.inf  # When a worker failed or was lost, after which it has made no step.
-    redone_until: float = -math.inf  # Until when its steps had been done before; minus infinity: none had.
-    redone_to: int = 0  # The last of those steps.
-    saved: bool = False  # Whether a checkpoint was committed in it.
-    waits: bool = False  # Whether it makes no step, because there are too few nodes.
-    # The times in which its steps stood still, the newest ones; the last one may have no end yet.
+    # When a worker failed or was lost, if no step was made since.
+    failed_at: float = math.inf
+    # Until this time the generation repeats steps that an earlier one had done. Minus infinity: it repeats none;
+    # infinity: it still does.
+    redone_until: float = -math.inf
+    redone_to: int = 0  # The last of the repeated steps.
+    saved: bool = False  # Whether it has committed a checkpoint.
+    waits: bool = False  # Whether it makes no steps because there are too few nodes.
+    # The newest standstills. The last one may still last.
     stands: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
-    # The steps of the last `PACE_S` that events tell of, and when they were made, since they stood still.
+    # Recent steps with their times: those of the last `PACE_S` seconds, since the last standstill.
     paces: deque[tuple[int, float]] = field(default_factory=deque)
-    # The first word, and when it came, that it ends because its steps stand still; None: it does not.
+    # The first `Stalled` event that ends this generation as hung, with its time; None: there is none.
     hung: tuple[float, events.Stalled] | None = None
 
     def over(self, at: float) -> None:
-        """The next generation begins at `at`."""
+        """Note that the next generation begins at `at`."""
         self.over_at = at
         self.paces.clear()
 
     def stepped(self, step: int, at: float) -> None:
-        """A `step` is done at `at`."""
+        """Note that `step` is done at `at`. A step that is not the newest changes nothing."""
         if step <= self.step:
             return
         if self.redone_until == math.inf and step >= self.redone_to:
-            # Not every step has an event: those in between are taken to come at an even pace.
+            # Not every step has an event. The steps between two events are assumed to come at an even pace.
             before_at = self.step_at or at
             share = (self.redone_to - self.step) / (step - self.step) if self.step else 1.0
             self.redone_until = before_at + share * (at - before_at)
         self.goes_on(at)
+        # A step that was done before the failure may be reported up to `LATE_S` after it.
         if at > self.failed_at + LATE_S:
             self.failed_at = math.inf
         self.step, self.step_at = step, at
@@ -154,33 +171,41 @@ class Course:
 
     @property
     def speed(self) -> float | None:
-        """Steps per second, lately; None: not known."""
+        """The current steps per second; None: not known."""
         if len(self.paces) < 2 or self.paces[-1][1] <= self.paces[0][1]:
             return None
         (first, since), (last, until) = self.paces[0], self.paces[-1]
         return (last - first) / (until - since)
 
     def goes_on(self, at: float) -> None:
-        """There are steps again at `at`, as far as there were none."""
+        """Note that steps are made again at `at`. Ends the standstill, if there is one."""
         if self.stands_since is not None:
             self.stands[-1].until = at
             self.paces.clear()
 
     def stood(self, step: int, since: float, blamed: events.Culprit | None = None, by: str = "") -> None:
-        """After `step` there has been none from `since` on, `by` the word of a node.
+        """Note that no step was made from `since` on, after `step`.
 
-        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next.
+        Args:
+            step: the last step before the standstill.
+            since: when it was made, in seconds.
+            blamed: the finding about which ranks the others wait for; None: there is none yet.
+            by: the node that reports it.
         """
+        # A report from before the newest step is out of date. Ranks that wait for the blamed ones may have made one
+        # step more, so a finding may be one step behind.
         if step + (blamed is not None) < self.step:
             return
         step = max(step, self.step)
-        if self.step and step == self.step:  # The workers were looked at a moment before `now`.
+        # An age is measured a moment before its event is written, so `since` may come out too late.
+        if self.step and step == self.step:
             since = min(since, self.step_at)
         if not self.stands or self.stands[-1].until < since:
             self.stands.append(Standstill(since))
         stand = self.stands[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
         if blamed is not None:
+            # While the reason stays the same, the first node to report it remains the witness.
             known = stand.culprit is not None and stand.culprit.reason == blamed.reason
             stand.culprit, stand.by = blamed, stand.by if known else by
         if self.step:
@@ -188,16 +213,16 @@ class Course:
 
     @property
     def stands_since(self) -> float | None:
-        """Since when there has been no step; None: steps are made, as far as is known."""
+        """When the present standstill began; None: steps are made, as far as is known."""
         return self.stands[-1].since if self.stands and self.stands[-1].until == math.inf else None
 
     @property
     def blamed(self) -> events.Culprit | None:
-        """The newest finding about whom the others wait for; None: the steps go on, or there is none."""
+        """The newest finding about which ranks the others wait for; None: steps are made, or there is no finding."""
         return self.stands[-1].culprit if self.stands_since is not None else None
 
     def stood_within(self, begin: float, end: float) -> list[tuple[float, float]]:
-        """The times from `begin` to `end` in which the steps stood still."""
+        """The parts of the time from `begin` to `end` in which the steps stood still."""
         times = [(max(begin, each.since), min(end, each.until)) for each in self.stands]
         return [(since, until) for since, until in times if since < until]
 
@@ -205,38 +230,59 @@ class Course:
 class LifeSpans:
     """The spans of one agent's life.
 
+    Events must come in the order of time. What is painted is final; what is not known yet is guessed by `until`.
+
     Args:
-        begin: when it began, in seconds.
-        courses: of the generations, by number; shared by all nodes.
+        begin: when the agent started, in seconds since 1970.
+        courses: the courses of all generations by number. The nodes of a run share this mapping, and `Story` changes
+            it.
     """
 
     def __init__(self, begin: float, courses: Mapping[int, Course]) -> None:
         self.begin = self._cursor = begin
         self._courses = courses
-        self._course = Course()  # Of the newest generation that has trained here.
+        # The course of the generation `_generation`.
+        self._course = Course()
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
-        self._mode = "start"  # Later "idle" (without a seat), "ready" (the same, and the others may not have gone on),
-        # "seated" (before the first step), "training", "waiting" (in a seat, for nodes), or "over".
-        self._generation = 0  # The newest generation that has trained here.
-        self._newest = 0  # The newest one with a seat for this node.
-        self._workers_at: float | None = None  # When the workers of the first seat ran.
-        self._turn_at: float | None = None  # When the generation after the training one was known.
+        # What the node does. "start": the agent and the worker parent start. "idle": no seat. "ready": the same, after
+        # a failed worker was replaced while the others may still be in the old generation. "seated": a seat, and no
+        # step yet. "waiting": a seat in a generation that waits for nodes. "training". "over": the run has a result.
+        self._mode = "start"
+        # The newest generation in which this node has made a step.
+        self._generation = 0
+        # The newest generation that this node has heard of, with a seat for it or without one.
+        self._newest = 0
+        # When workers were last started in the mode "seated".
+        self._workers_at: float | None = None
+        # When this node heard of the generation that follows `_generation`; None: it has not.
+        self._turn_at: float | None = None
+        # When a worker of this node failed in `_generation`; None: none has.
         self._failed_at: float | None = None
-        self._marks: tuple[_Mark, ...] = ()  # Those after the cursor.
-        self._base: tuple[tuple[str, float], ...] = ()  # The seconds by bucket at the cursor.
-        self._before: _Mark | None = None  # The newest mark before the first step of the newest generation.
+        self._marks: tuple[_Mark, ...] = ()  # The marks that are later than the cursor.
+        # The amounts by bucket at the cursor: what has been painted of the sums in the marks.
+        self._base: tuple[tuple[str, float], ...] = ()
+        # The newest mark of the newest generation from before its first step.
+        self._before: _Mark | None = None
 
     def tell(self, event: events.Event, at: float, *, short: bool = False) -> None:
-        """Fold in an event of this node at `at`. `short`: before its generation there were too few nodes."""
+        """Fold in an event of this node.
+
+        Args:
+            event: the event.
+            at: when it happened, in seconds since 1970.
+            short: whether too few nodes were left before the event's generation, so that the time to agree on it was a
+                wait for nodes.
+        """
         match event:
             case events.ParentWarm() if self._mode == "start":
                 self._to(at, START)
                 self._mode = "idle"
-            case events.Ready() if self._failed_at is not None:  # This worker replaces one that has failed.
+            # A worker that replaces a failed one has set up beside the training of the others.
+            case events.Ready() if self._failed_at is not None:
                 self._train_to(self._failed_at)
                 self._to(at, SET_UP)
-                # The others may have agreed to go on without it before.
+                # Where this node knows a later generation already, the others have gone on without it.
                 self._mode, self._failed_at = "ready" if self._newest == self._generation else "idle", None
             case events.StandsBy():
                 self._left_out(at, at - event.age_s)
@@ -257,7 +303,8 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                unseen = self._mode == "seated" and not self._newest_course.saved  # A script without a Loop.
+                # A script without a Loop and without an optimizer of torch reports no step: it has trained unseen.
+                unseen = self._mode == "seated" and not self._newest_course.saved
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
                     self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
@@ -265,23 +312,34 @@ class LifeSpans:
                 self._mode = "over"
 
     def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
-        """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
+        """All spans of the life up to `end`, without changing it.
+
+        Args:
+            end: up to when, in seconds since 1970.
+            lost: whether the node was lost then. In this case it has trained for as long as the others.
+        """
         known = copy(self)
         known._spans = list(self._spans)
         if lost and self._turn_at is None:
-            known._left_out(end, min(end, self._course.step_at or end))  # A worker may have been behind a step.
+            # Not up to this node's own last step: its worker may have been one step behind.
+            known._left_out(end, min(end, self._course.step_at or end))
         known._finish(end)
         return tuple(known._spans)
 
     def known_at(self, now: float) -> dict[str, float]:
-        """Seconds by bucket of what is final, and of what is known up to `now`: a wait without a step, a hang."""
+        """Seconds by bucket of all that is certain at `now`, without changing the life.
+
+        That is what is painted already, and the time up to `now` where its bucket is known: a wait for nodes, a
+        standby, a hang. `until` also guesses the rest.
+        """
         known = copy(self)
         known._spans = list(self._spans)
         first_since = self._newest_course.stands_since
         stands_since = self._course.stands_since
         if self._mode in ("waiting", "idle", "ready"):
             known._finish(now)
-        elif self._mode == "seated" and first_since is not None:  # What its set-up was is told with its first step.
+        # How the time of the set-up divides into phases is known with the first step, and is not counted before.
+        elif self._mode == "seated" and first_since is not None:
             known._cursor = max(self._cursor, first_since)
             known._to(now, DETECT)
         elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
@@ -293,19 +351,21 @@ class LifeSpans:
 
     @property
     def _newest_course(self) -> Course:
-        """That of the newest generation with a seat for this node."""
+        """The course of the newest generation that this node has heard of."""
         return self._courses.get(self._newest, self._course)
 
     @property
     def _pauses(self) -> tuple[_Mark, ...]:
-        """The newest mark, if it is in a pause after which no step is known."""
+        """The newest mark, as a tuple of one, if it is in a pause after which no step is known. Else empty."""
         return tuple(mark for mark in self._marks[-1:] if mark.pausing and self._course.step <= mark.step)
 
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
+        # The set-up so far belongs to the generation before. Later a wait or the new course would claim its time.
         if self._mode == "seated" and (event.waits or self._newest_course.stands_since is not None):
             self._set_up_to(at)
+        # This node has missed a generation: the others had gone on without it.
         if self._mode == "training" and event.number != self._newest + 1:
             self._left_out(at, self._course.step_at or at)
         if self._mode in ("idle", "ready"):
@@ -321,20 +381,28 @@ class LifeSpans:
             self._mode = "waiting" if event.waits else "seated"
 
     def _idle_to(self, end: float, until: events.Generation | None = None) -> None:
-        """Paint the time without a seat: what the others do, now or in the generation before `until`.
+        """Paint the time without a seat up to `end`.
 
-        They wait as well until they have agreed on the one that follows the failure of this node's worker.
+        After a failure of this node's worker, the others stand still too until they agree on the next generation: that
+        part is `agree`. The rest is `standby` or `waiting for nodes`, by what the others do.
+
+        Args:
+            end: up to when.
+            until: the generation that ends the time without a seat, or that runs without this node as well; None: the
+                time still lasts.
         """
         if self._mode == "ready" and (until is None or until.number == self._newest + 1):
             stands_by = until is None or isinstance(until, events.StandsBy)
             self._to(min(end, self._newest_course.over_at) if stands_by else end, AGREE)
         course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
         waits = not self._courses if course is None else course.waits or self.begin > course.left_at
+        # A generation of this kind follows no other, so all nodes have waited for it.
         starts = until is not None and until.kind == "start"
         self._to(end, WAITING if waits or starts else STANDBY)
 
     def _stopped(self, event: events.Restarted, at: float) -> None:
-        """The steps have ended, and this node waits with the others: the phases say since when."""
+        """The steps have ended, and this node waits with the others for nodes, by a `Restarted` event at `at`."""
+        # The phases run from the last step until now, so their sum says when the last step was.
         end = at - sum(event.phases.values()) / 1000
         self._course.step_at = max(self._course.step_at, end)
         self._stand_from(end, event.phases)
@@ -343,7 +411,12 @@ class LifeSpans:
         self._marks, self._base = (), ()
 
     def _left_out(self, at: float, last: float) -> None:
-        """The others have gone on without this node, which knows it `at`, and has made its `last` step before."""
+        """The others have gone on without this node.
+
+        Args:
+            at: when this node has learned that.
+            last: when its last step was made.
+        """
         if self._mode == "training":
             self._train_to(last if self._failed_at is None else min(last, self._failed_at))
             self._to(min(at, self._newest_course.over_at), DETECT)
@@ -354,13 +427,15 @@ class LifeSpans:
             self._mode = "idle"
 
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
+        # The phases end with the first step, so their sum says when the pause or the set-up began.
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
             self._course.step_at = max(self._course.step_at, end)
             self._stand_from(end, event.phases)
         else:
             self._to(end, SET_UP)
-        # Generations in between have come to no step. Where that was a hang, it is told as while it lasted.
+        # Generations in between have come to no step. If they hung, that time is `detect`, as it was shown while it
+        # lasted.
         between = [course for number, course in self._courses.items() if self._generation < number < event.generation]
         stands = [(each.stands_since, each.over_at) for each in between if each.stands_since is not None]
         self._course = self._courses.get(event.generation) or Course()
@@ -371,14 +446,17 @@ class LifeSpans:
             end += took_ms / 1000
             bucket = _PHASES.get(name, SET_UP)
             if bucket == TRAIN and loop:
-                # What the workers have spent besides their first step counts anew from then on.
+                # The amounts in `Progress` count from the first step anew. Those from before it are painted here.
                 self._marks = (self._before,) if self._before is not None else ()
                 self._train_to(end)
                 self._marks, self._base = (), ()
                 continue
-            if bucket == TRAIN:  # A script without a Loop does not say when it is ready for its first step.
+            # A script without a Loop does not say when it is ready for its first step, so that phase is set-up.
+            if bucket == TRAIN:
                 bucket, stands = SET_UP, self._course.stood_within(self._cursor, end)
-            elif name == "script" and not starts:  # In place: a living worker got its new seat.
+            # Without a phase "start" the generation is in place: "script" is the time until the living workers got
+            # their new seats, and no script has begun.
+            elif name == "script" and not starts:
                 bucket = REFORM
             elif short and bucket == AGREE:
                 bucket = WAITING
@@ -395,16 +473,18 @@ class LifeSpans:
             return
         before = self._marks
         if before and mark.step <= before[-1].step:
-            before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
+            # No step has ended since the mark before. This may be a pause, which is reported only at its end.
+            before = before[:-1]
         elif before and self._turn_at is None:
-            self._train_to(before[-1].at)  # Steps followed that mark, so there was no pause before it.
+            # A step followed the mark before, so no pause that is still unreported can have begun before it.
+            self._train_to(before[-1].at)
             before = self._marks
         self._marks = (*before, mark)
 
     # Painting.
 
     def _finish(self, end: float) -> None:
-        """Paint all the time up to `end`, as far as it is known now."""
+        """Paint the time from the cursor to `end`, by what is known now."""
         match self._mode:
             case "start" | "over":
                 self._to(end, START)
@@ -415,6 +495,7 @@ class LifeSpans:
             case "seated":
                 self._set_up_to(end)
             case _:
+                # Training has ended with the earliest sign of trouble. The agents need the time after that to agree.
                 known = [at for at in (self._failed_at, self._turn_at) if at is not None]
                 last = min([*known, self._course.failed_at, end])
                 self._marks += tuple(mark.later(last) for mark in self._pauses if mark.at < last)
@@ -423,7 +504,7 @@ class LifeSpans:
                 self._set_up_to(end)
 
     def _set_up_to(self, end: float) -> None:
-        """Paint the set-up up to `end`, less pauses and the time in which the first step is known not to come."""
+        """Paint the set-up up to `end`, without the pauses in it. From a standstill on the time is `detect`."""
         if self._before is not None and (paused_s := dict(self._before.seconds)[PAUSE]):
             self._to(self._before.at - paused_s, SET_UP)
             self._to(end if self._before.pausing else self._before.at, PAUSE)
@@ -432,6 +513,7 @@ class LifeSpans:
         self._to(end, DETECT)
 
     def _to(self, end: float, bucket: str) -> None:
+        # Events of several nodes share one course, so an end may lie before the cursor. Painted time is never changed.
         if end <= self._cursor:
             return
         last = self._spans[-1] if self._spans else None
@@ -445,9 +527,10 @@ class LifeSpans:
             self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
 
     def _train_to(self, end: float) -> None:
-        """Paint training from the cursor to `end`, less the amounts of the marks.
+        """Paint training from the cursor to `end`, less the amounts in the marks.
 
-        A node that does not know that the others have gone on without it trains no longer than they did.
+        A node that has not heard that the others went on without it trains no longer than they did: from the last step
+        of its generation to the next generation the time is `detect`, and after that `standby`.
         """
         course, last = self._course, end
         if course.over_at < end:
@@ -460,9 +543,14 @@ class LifeSpans:
         self._to(end, STANDBY)
 
     def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
-        """Paint training up to the last step, at `end`, and then the time until something was known, by the `phases`.
+        """Paint training up to the last step, and after it the time until the change was known.
 
-        A pause that is told until the next generation is agreed, and fits into that time, was in it.
+        A pause may lie in that time: it was reported before the next generation was agreed, and is no longer than the
+        time.
+
+        Args:
+            end: when the last step was made.
+            phases: milliseconds by phase, from that step on.
         """
         detect_s, agree_s = phases.get("detect", 0.0) / 1000, phases.get("agree", 0.0) / 1000
         until, known = end + detect_s, dict(self._base)
@@ -479,13 +567,16 @@ class LifeSpans:
         self._to(until, DETECT)
 
     def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Paint from the cursor to `end`: the amounts, what was done again, and where the steps stood still, that.
+        """Paint from the cursor to `end`: the amounts, repeated steps, standstills, and training for the rest.
 
-        Pauses and waits for data may be a part of the time without a step: they are not known to the moment. What
-        that has no room for is painted first.
+        Args:
+            end: up to when.
+            seconds: the sums by bucket at `end`, in the generation so far. Those at the cursor are subtracted.
         """
         if end <= self._cursor:
             return
+        # Where a pause or a wait for data lies is not known, so it may be part of a standstill. Only the amounts that
+        # exceed the standstills are painted before them.
         before, stands = dict(self._base), self._course.stood_within(self._cursor, end)
         amounts = {bucket: max(0.0, spent_s - before.get(bucket, 0.0)) for bucket, spent_s in seconds}
         besides_s = max(0.0, sum(amounts.values()) - sum(until - since for since, until in stands))
@@ -498,7 +589,7 @@ class LifeSpans:
             self._to(until, DETECT)
 
     def _spend(self, amounts: dict[str, float], end: float) -> float:
-        """Paint the amounts up to `end`, less those that were painted before. Returns the seconds that it took."""
+        """Paint `amounts` up to `end`, and take what was painted away from them. Returns the seconds that this took."""
         begin = self._cursor
         for bucket, left_s in amounts.items():
             spent_s = max(0.0, min(left_s, end - self._cursor))
@@ -508,7 +599,7 @@ class LifeSpans:
 
 
 def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
-    """The same time in at most so many `pieces`, each divided between its buckets; spans that are longer stay whole."""
+    """The same time in at most about `pieces` pieces, each divided between its buckets. Longer spans stay whole."""
     mixed = _Mixed((spans[-1].end - spans[0].begin) / pieces if spans else 0.0)
     for span in spans:
         mixed.add(span.begin, span.end, {span.bucket: 1})
@@ -517,7 +608,7 @@ def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
 
 
 def coarser(spans: Sequence[Span]) -> list[Span]:
-    """Fewer spans with the same totals: up to 64 neighbours of training become one span for each bucket."""
+    """Fewer spans with the same totals: up to 64 neighbouring spans of training become one of each bucket."""
     found: list[Span] = []
     for trains, group in groupby(spans, lambda span: span.bucket in _TRAINING):
         mine = list(group)
@@ -529,16 +620,19 @@ def coarser(spans: Sequence[Span]) -> list[Span]:
 def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]]) -> list[Span]:
     """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
-    Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet,
-    unless nothing is told of any seated node, as in one node's own events.
-    A time without any has no span. What the nodes share is drawn in the order of `BUCKETS`, in pieces of a
-    two-thousandth of the run.
+    Where no seated node lives, all living nodes share the moment. Those that stand by are then counted as `detect`,
+    because they do not know yet that the generation is gone. They stay `standby` if there are no events of any seated
+    node, as when only one node's events are read. A moment without a living node has no span. What the nodes share is
+    drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
 
     Args:
         lives: the node and the spans of each life.
-        seats: the beginning of each generation, and its nodes.
+        seats: the beginning of each generation, in seconds since 1970, and its nodes.
     """
-    edges: list[tuple[float, int, int, str]] = []  # When, -1: seats, 0: an end, 1: a beginning; of which; the bucket.
+    # A sweep over all edges in the order of time. An edge is (when, kind, number, bucket). The kind is -1 for the
+    # beginning of a generation, 0 for the end of a span and 1 for its beginning: edges of the same moment are handled
+    # in this order. The number is that of the generation or of the life.
+    edges: list[tuple[float, int, int, str]] = []
     names = []
     for number, (node, spans) in enumerate(lives):
         names.append(node)
@@ -549,11 +643,13 @@ def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[
     mixed = _Mixed((last - first) / PIECES)
     edges += [(begin, -1, number, "") for number, (begin, _) in enumerate(seats)]
     seated: Collection[str] = ()
-    there: dict[int, str] = {}  # The bucket of each life.
+    # The present bucket of each life.
+    there: dict[int, str] = {}
     of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
     for at, kind, number, bucket in sorted(edges):
         if at > since:
-            if not of_seated and not known.isdisjoint(seated):  # The others stand by for a generation that is no more.
+            # The nodes that stand by do so for a generation that is no more.
+            if not of_seated and not known.isdisjoint(seated):
                 counts = Counter(of_all)
                 counts[DETECT] += counts.pop(STANDBY, 0)
                 mixed.add(since, at, +counts)
@@ -577,7 +673,11 @@ def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[
 
 
 class _Mixed:
-    """Spans in which nodes of different buckets share the time. `piece_s`: the shortest ones that are kept apart."""
+    """Collects intervals that nodes of different buckets share, as spans.
+
+    Args:
+        piece_s: the shortest piece that is kept apart, in seconds. Shorter ones are mixed with the next.
+    """
 
     def __init__(self, piece_s: float) -> None:
         self.spans: list[Span] = []
@@ -586,9 +686,11 @@ class _Mixed:
         self._seconds: dict[str, float] = {}
 
     def add(self, begin: float, end: float, counts: Mapping[str, int]) -> None:
-        """From `begin` to `end` there are so many nodes in each bucket."""
+        """Add the time from `begin` to `end`, in which each bucket has so many nodes as `counts` says."""
         if not counts:
             return
+        # A new piece begins after a gap, when the present one is long enough, or for a long stretch of a single bucket.
+        # A stretch of one bucket after pieces of the same bucket alone only makes those longer.
         alone = len(counts) == 1
         if self._seconds and (
             begin > self._end
@@ -603,7 +705,7 @@ class _Mixed:
             self._seconds[bucket] = self._seconds.get(bucket, 0.0) + (end - begin) * count / total
 
     def flush(self) -> None:
-        """What was added becomes spans."""
+        """Turn what was added into spans."""
         at, shared = self._begin, [(name, self._seconds[name]) for name in BUCKETS if name in self._seconds]
         for place, (bucket, spent_s) in enumerate(shared):
             end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
@@ -617,7 +719,7 @@ class _Mixed:
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds by bucket, in the order of `BUCKETS`, without empty ones."""
+    """Seconds by bucket, in the order of `BUCKETS`, without those that are empty."""
     found = dict.fromkeys(BUCKETS, 0.0)
     for span in spans:
         found[span.bucket] += span.end - span.begin
