@@ -1,9 +1,10 @@
-"""The story of a run: one fold over the events of its agents. Pure.
+"""The story of a run: one fold over the events of all its agents. Pure.
 
-The terminal, `simulate`, `status`, `report` and the dashboard are views of it, so they cannot disagree. Nothing here
-reads a clock: what depends on the present takes `now`.
+The terminal, `simulate`, `status`, `report` and the dashboard are views of a `Story`, so they cannot disagree. Nothing
+here reads a clock: what depends on the present takes `now`. Events may be late, missing or repeated, because files are
+read while agents write them, and agents may be frozen or killed; so a later event can correct what was folded before.
 
-Times are seconds since 1970, by `elasticrt.story.clocks`.
+Times are seconds since 1970, as `elasticrt.story.clocks` computes them.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ from elasticrt.story.buckets import (
 from elasticrt.story.clocks import Clocks
 
 POINTS_MAX, POINT_EVERY_S = 4000, 1.0
-"""How many points of the curves of steps and scalars are kept, and how soon after one another at least where scalars
+"""How many points the curves of steps and scalars keep, and how many seconds apart they are at least while the scalars
 stay the same."""
 
 WORK_MAX = 400
-"""The same for each rank's own work, and for checkpoints."""
+"""How many values are kept of each rank's own work, and how many checkpoints."""
 
 SILENT_S, SILENT_SHARE = 60.0, 0.01
-"""A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+"""A run counts as ended when its agents have written nothing for this many seconds, or for this share of its time so
+far, whichever is longer."""
 
 WORD_S, WORD_SHARE = 12.0, 0.002
-"""The same while workers train: then agents write every 5 s, and files keep a line in a thousandth of the time."""
+"""The limits while workers train, added up: then each agent writes `Progress` every 5 s, of which its file keeps at
+least one line in each thousandth of the run."""
 
 SILENT = "(no answer"
-"""These words are in the evidence against a node that was taken out because it was silent."""
+"""The evidence against a node that was taken out because it did not answer contains these words."""
 
 Value = TypeVar("Value")
 
@@ -57,23 +60,29 @@ _FINISHED = (
 """Events whose `step` was finished in their `generation`."""
 
 _TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded | events.Unwritten
-"""After these it may take long until workers train again, or until that is told."""
+"""After one of these, an agent may write nothing for long: until its workers train again, or until its file takes
+events again."""
 
 
 class Series(list[Value]):
-    """Values in the order of time, at most `most` (an even number): evenly thinned out, but always with the newest."""
+    """Values in the order of time, evenly thinned out to at most `most`, with the newest always among them.
+
+    Args:
+        most: how many values are kept; an even number.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most, self._every, self._count = most, 1, 0
 
     def add(self, value: Value) -> None:
-        """The next value. Of each `_every` values in a row the last one is kept."""
+        """Add the next value. Of each `_every` values in a row the last one is kept."""
         if self._count % self._every:
             self[-1] = value
         else:
             self.append(value)
         self._count += 1
+        # When the list is full, drop every second value and keep half as many of those that follow. The newest stays.
         if len(self) > self._most:
             del self[:-1:2]
             self._every *= 2
@@ -81,43 +90,48 @@ class Series(list[Value]):
 
 @dataclass
 class Gap:
-    """A time in which the events of a node could not be written to its file."""
+    """A time in which a node's events could not be written to its file."""
 
-    node: str  # The node.
-    begin: float  # When it began.
-    reason: str  # Why.
-    end: float | None = None  # When it was over; None: that is not told.
-    missing: int = 0  # How many events of it are not told.
+    node: str
+    begin: float
+    reason: str  # The error of the file system.
+    # When the file took events again; None: it has not yet.
+    end: float | None = None
+    # How many events of this time are in no file.
+    missing: int = 0
 
 
 @dataclass
 class Life:
-    """The life of one agent, from its start to its end."""
+    """One agent, from its start to its end."""
 
-    node: str  # Its node.
-    pid: int  # Its process id.
-    begin: float  # When it started; `started_at`: the same by its machine's monotonic clock.
+    node: str
+    pid: int  # The agent's process id; 0: unknown, because the first lines of its file are damaged.
+    begin: float  # When it started.
+    # The same by its machine's monotonic clock. Event times of one machine are compared with it.
     started_at: float
     last: float  # The time of its last event.
-    spans: LifeSpans  # How its time was spent.
-    code: int | None = None  # Its exit code; None while it runs, and after it was killed.
-    # When the leader has taken its node out, if it has written nothing since; its last event, where no node was left to
-    # notice.
+    spans: LifeSpans  # How the node's time was spent.
+    code: int | None = None  # The agent's exit code; None while it runs, and after it was killed.
+    # When the leader took the node out, if the node has written nothing since. Where no node was left to notice, the
+    # time of its last event. None: not known to be gone.
     gone_at: float | None = None
-    tells: bool = False  # Whether its workers train, so that it writes their progress.
-    leaves: bool = False  # Whether its agent has said that it leaves the run.
-    loss: Trouble | None = None  # That it was taken out, as a failure.
-    result_at: float = math.inf  # When it has told the run's result.
-    away_since: float | None = None  # Since when etcd has not answered it; None while it does.
-    gap: Gap | None = None  # That its events cannot be written; None while they are.
+    # Whether its workers train, so that it writes `Progress` every 5 s.
+    tells: bool = False
+    leaves: bool = False  # Whether the agent has said that it leaves the run.
+    loss: Trouble | None = None  # The failure as which the node was taken out; None: it was not.
+    result_at: float = math.inf  # When the agent told the run's result.
+    # Since when etcd has not answered the agent; None while it answers.
+    away_since: float | None = None
+    gap: Gap | None = None  # The present gap in its event file; None while events are written.
 
 
 @dataclass
 class Chapter:
-    """One generation."""
+    """One generation, as the run's story tells it."""
 
-    # `number`, `cause`, `kind`, `world_size`, `nodes`, `in_place`, `restarts`, `waits`: as the leader has published it;
-    # the cause also names nodes that join on this occasion.
+    # Up to `restarts`, and `waits`: as the leader published them. The cause also names nodes that joined on this
+    # occasion.
     number: int
     cause: str
     kind: str
@@ -126,37 +140,47 @@ class Chapter:
     in_place: bool
     restarts: int
     begin: float  # When its first node began it.
-    # The step that it goes on from; `passed_over`: the later one of a checkpoint that could not be used.
+    # The step that it resumes after, at first as published, then as the workers agreed.
     resume_step: int
-    step_before: int  # The last step before it that an event of any node tells of.
-    follows: tuple[str, ...] | None  # The nodes of the generation before; None if there are no events of that.
+    # The last step before this generation that any node's events tell of.
+    step_before: int
+    # The nodes of the generation before; None if that one has no events.
+    follows: tuple[str, ...] | None
     waits: bool = False
-    needed: int = 1  # The fewest nodes that train, when it was published.
-    reached: int = 0  # The highest step in it that an event of any node tells of; 0: none.
+    # The run's minimum of nodes when it was published.
+    needed: int = 1
+    # The highest step finished in it that any node's events tell of; 0: none.
+    reached: int = 0
     end: float | None = None  # When the next one began; None for the newest.
-    reported: dict[str, float] = field(default_factory=dict)  # When each node reported its first step, by node.
-    stepped_at: float | None = None  # The earliest of these; None before.
-    first_step: int | None = None  # The number of that step; None before, and for a script without a Loop.
+    reported: dict[str, float] = field(default_factory=dict)  # By node: when it reported its first step.
+    stepped_at: float | None = None  # When a first step was first reported; None before.
+    # The number of that step; None before, and for a script without a Loop.
+    first_step: int | None = None
+    # The later step that was published as resume point, if its checkpoint could not be used; 0: it could.
     passed_over: int = 0
-    pause_s: float | None = None  # The longest pause of a node; None if no node has made a step before it and in it.
-    # Steps that were finished before it, and are done again; None: it is not known which were.
+    # The longest pause of a node; None if no node has made steps both before and in it.
+    pause_s: float | None = None
+    # How many steps that were finished before are done again; None: not known, because the last step before is not.
     redone: int | None = None
-    # Seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause. A wait for
-    # nodes, which events count as "agree", is one of its own, with the name of the bucket.
+    # Seconds by phase, for the node with the longest pause, or with the longest set-up if there was no pause. Events
+    # count a wait for nodes as part of the phase "agree"; here it is a phase of its own, named as the bucket.
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def saves(self) -> bool:
-        """Whether it makes no step although there are enough nodes: it saves the state, and the next one follows."""
+        """Whether it only saves the state: it has enough nodes, makes no step, and the next generation follows."""
         return self.waits and len(self.nodes) >= self.needed
 
     @property
     def step(self) -> int:
-        """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
+        """The step after which the run stood when this generation began.
+
+        That is what its nodes' reports say; before these, the newest step known from earlier generations.
+        """
         return self.resume_step + self.redone if self.redone is not None else self.step_before
 
     def stepped(self, node: str, at: float) -> None:
-        """`node` reports `at` that it has made its first step."""
+        """Note that `node` reported its first step `at` this time."""
         self.reported.setdefault(node, at)
         self.stepped_at = at if self.stepped_at is None else self.stepped_at
 
@@ -166,91 +190,119 @@ class Trouble:
     """A failure."""
 
     at: float  # When.
-    node: str  # Where; "": that is not known.
-    what: str  # A description.
-    generation: int  # In which.
-    hang: bool = False  # Whether steps stood still: of that all nodes tell.
+    node: str  # The node where it was; "": not known.
+    what: str  # A description, for people.
+    generation: int  # The generation in which it was.
+    # Whether steps stood still. All nodes report such a failure, and it is counted once.
+    hang: bool = False
 
 
 @dataclass(frozen=True)
 class Stand:
-    """No step is made, and it is known for whom the others wait."""
+    """A standstill whose reason is known: which ranks or nodes the others wait for."""
 
     since: float  # When the last step was made.
     culprit: events.Culprit  # The newest finding.
-    counts: bool = True  # Whether its step counts over the whole run, and not what the present processes have made.
-    by: str = ""  # The node that does not hear the others, so that it may be the one that is cut off.
+    # Whether `culprit.step` counts over the whole run. Else it is the number of optimizer steps of the present
+    # processes, and is not shown.
+    counts: bool = True
+    # The node that does not hear the others, if the finding is one-sided: this node may be the one that is cut off. ""
+    # otherwise.
+    by: str = ""
 
     def told(self, now: float) -> str:
-        """The sentence about it, as of `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
+        """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
         after = f" after step {self.culprit.step:,}" if self.counts else ""
         seen = f", as {self.by} sees it" if self.by else ""
         return f"no step for {now - self.since:.0f} s{after}{seen}: {self.culprit.reason}"
 
 
 class Story:
-    """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`."""
+    """What is known of a run.
+
+    `tell` takes the events of all its agents, best in the order of `clocks.when`. The attributes are what the events so
+    far say; views only read them.
+
+    Args:
+        clocks: computes when events happened. None: the machines' wall clocks are taken to agree.
+    """
 
     def __init__(self, clocks: Clocks | None = None) -> None:
         self.clocks = clocks or Clocks({})
-        # The first two are from the first agent that started, `etcd` is from the newest; "" before.
+        # `run_id` and `run_dir` are from the first agent that started, `etcd` (an address) is from the newest; ""
+        # before.
         self.run_id = self.run_dir = self.etcd = ""
         self.min_nodes = self.max_nodes = 1  # The limits of the run.
-        self.lives: list[Life] = []  # Of all agents, in the order of their starts.
+        self.lives: list[Life] = []  # All agents, in the order of their starts.
         self.chapters: list[Chapter] = []  # The generations, in order.
-        # By node: the newest generation that has workers there, and their pids by rank.
+        # By node: the newest generation with workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
-        self.step = self.newest = 0  # The highest step, and the latest one (lower while steps are done again).
-        self.first_step_at: float | None = None  # When the first step was reported.
-        self.last_step_at = 0.0  # When the latest one was.
-        self.epoch = 0  # That of the latest step, and its scalars.
+        # The highest step so far, and the latest one. The latest is lower while steps are done again.
+        self.step = self.newest = 0
+        self.first_step_at: float | None = None
+        self.last_step_at = 0.0
+        # The epoch and the scalars (`loop.report`) of the latest step.
+        self.epoch = 0
         self.scalars: Mapping[str, float] = {}
-        self.points: Series[tuple[float, events.Step]] = Series(POINTS_MAX)  # Steps, and when they were reported.
-        self.checkpoint = self.checkpoints = 0  # The step of the newest one, 0 for none; how many there are.
-        self.checkpoint_at: float | None = None  # When the newest one was committed.
-        self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)  # Checkpoints, and when each was.
-        self.samples = 0  # Trained on so far; 0 if not known.
-        # By rank: when seconds of its own work in a step were reported, and these.
+        # Steps, each with the time of its report.
+        self.points: Series[tuple[float, events.Step]] = Series(POINTS_MAX)
+        # The step of the newest checkpoint, 0 for none; and how many checkpoints were committed.
+        self.checkpoint = self.checkpoints = 0
+        self.checkpoint_at: float | None = None  # When the newest checkpoint was committed.
+        # Checkpoints, each with the time of its commit.
+        self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
+        self.samples = 0  # Trained on so far, in all epochs; 0 if not known.
+        # By rank: the seconds of the rank's own work in a step, each with the time of its report.
         self.work: dict[int, Series[tuple[float, float]]] = {}
-        self.troubles: list[Trouble] = []  # The failures, in order.
-        # What was found about slow nodes, and when, the newest ones; the same of checkpoints that could not be saved,
-        # and of the first that was saved after such a one.
+        self.troubles: list[Trouble] = []  # The failures, in the order of time.
+        # The newest findings about slow nodes. Then the newest checkpoints that could not be saved, each with the first
+        # that was saved after them. Each with its time.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
         self.missed: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDS_KEPT)
-        self.gaps: list[Gap] = []  # When events of a node could not be written, unless all were written later.
-        self.outages: list[tuple[float, float]] = []  # From when until when etcd did not answer a node.
-        # From when until when no agent ran, between two generations, and how those of the first had ended.
+        # The times in which a node's events could not be written, unless all were written later.
+        self.gaps: list[Gap] = []
+        # From when until when etcd did not answer a node.
+        self.outages: list[tuple[float, float]] = []
+        # From when until when no agent ran, between two generations, and how the agents of the first had ended, in
+        # words.
         self.breaks: list[tuple[float, float, str]] = []
-        self.result: events.Result | None = None  # How the run ended.
-        self.ended_at = math.inf  # When the last node said so.
-        self.text = ""  # The report of a run that failed.
-        self.begin = self.last = 0.0  # The times of the first and the last event; 0 before there is one.
+        self.result: events.Result | None = None  # How the run ended; None: it goes on.
+        self.ended_at = math.inf  # When the last node told the result.
+        self.text = ""  # The report of a failed run.
+        # The times of the first and the last event; 0 before the first.
+        self.begin = self.last = 0.0
         self._present: dict[str, Life] = {}  # The newest life of each node.
+        # By number. Only those of the present etcd: a fresh one counts from 1 again.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, Course] = {}  # By generation.
-        self._short: dict[int, tuple[tuple[int, ...], bool]] = {}  # See `_was_short`.
-        self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)  # Those with a finding.
-        self._done_before = 0  # The number of chapters of attempts that have succeeded, before the present one.
-        self._fresh_at = -math.inf  # When another etcd has taken the place of one that had died.
+        # By generation: what `_was_short` has found, with the facts that it depends on.
+        self._short: dict[int, tuple[tuple[int, ...], bool]] = {}
+        # The newest standstills with a finding, each with the course of its generation.
+        self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)
+        # How many chapters belong to earlier attempts that succeeded.
+        self._done_before = 0
+        # When another etcd took the place of one that had died.
+        self._fresh_at = -math.inf
 
     @property
     def chapter(self) -> Chapter | None:
-        """The newest generation."""
+        """The newest generation; None before the first."""
         return self.chapters[-1] if self.chapters else None
 
     @property
     def waits_since(self) -> float | None:
-        """Since when the newest generations have been waiting for nodes; None: the newest does not."""
+        """Since when the newest generations in a row have waited for nodes; None: the newest does not wait."""
         waiting = list(takewhile(lambda chapter: chapter.waits, reversed(self.chapters)))
         return waiting[-1].begin if waiting and self.result is None else None
 
     @property
     def stand(self) -> Stand | None:
-        """That no step is made, and why; None: steps are made, or it is not known for whom the others wait."""
+        """The present standstill, if its reason is known; None: steps are made, or the reason is not known."""
         hang, chapter, last = self._hang, self.chapter, self.troubles[-1] if self.troubles else None
         if hang is not None or chapter is None or last is None or self.result is not None or not self.alive():
             return hang
-        # A failure that nothing has followed yet. Steps from before it may be reported after it.
+        # No step or generation has followed the last failure. Steps from before it may be reported up to `LATE_S`
+        # later.
         if last.generation != chapter.number or last.at < self.last_step_at - LATE_S:
             return None
         return Stand(
@@ -259,41 +311,45 @@ class Story:
 
     @property
     def _hang(self) -> Stand | None:
-        """The same of a hang."""
+        """The present standstill, if a node has found whom the others wait for."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         since = course.stands_since if course is not None else None
-        # Every event of progress asks, and few in a run find a culprit: who is alive comes last.
+        # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
         if course is None or course.blamed is None or since is None or self.result is not None or not self.alive():
             return None
         return Stand(since, course.blamed, self.counts)
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run has ended well."""
+        """Whether the run has a result, and it is success."""
         return self.result is not None and self.result.status == "succeeded"
 
     @property
     def counts(self) -> bool:
-        """Whether steps are counted over the whole run, as far as is known: the script has a Loop.
+        """Whether `step` counts over the whole run, as far as is known. It does for a script with a Loop.
 
-        One that has made no step before it succeeded has none, or has saved.
+        A script that has succeeded and reported no step had no Loop, or it has saved.
         """
         if self.first_step_at is not None or self.checkpoints:
             return True
         return not self.succeeded and all(chapter.stepped_at is None for chapter in self.chapters)
 
     def away_since(self) -> float | None:
-        """Since when etcd has not answered a node that lives; None: all get answers, as far as is known."""
+        """Since when etcd has not answered a node that is alive; None: all get answers, as far as is known."""
         return min(
             (each for node in self.alive() if (each := self._present[node].away_since) is not None), default=None
         )
 
     def untold(self) -> list[Gap]:
-        """The gaps of nodes that have not told their end since: what they have done is not known."""
+        """The present gaps of nodes that have not told their end: what these nodes did since is not known."""
         return [life.gap for life in self._present.values() if life.gap is not None and life.code is None]
 
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
-        """When etcd did not answer a node, up to `now`, or to what is known. Times that overlap are one."""
+        """From when until when etcd did not answer some node. Times that overlap are merged.
+
+        Args:
+            now: up to when an outage of a living node lasts; None: up to the node's last event.
+        """
         alive = [self._present[node] for node in self.alive()] if now is not None else []
         still = [(life.away_since, life.last) for life in self.lives if life.away_since is not None]
         still += [(life.away_since, now) for life in alive if life.away_since is not None and now is not None]
@@ -306,53 +362,65 @@ class Story:
         return found
 
     def standing(self, now: float) -> str:
-        """The sentence about that, as of `now`; "" for None."""
+        """The sentence about `stand` at `now`; "" if it is None."""
         return self.stand.told(now) if self.stand is not None else ""
 
     def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
-        """The newest times in which no step was made, and it was found why: until when each has lasted, or `now`.
+        """The newest standstills whose reason was found, each with its end.
 
-        One that outlives its generation is one. Of several reasons it has the newest.
+        One that outlives its generation is told once, with its newest reason.
+
+        Args:
+            now: the end of one that still lasts; None: the time of the last event.
         """
         last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
         before = -math.inf
         for stand, course in self._stood_still:
             assert stand.culprit is not None
+            # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
             before = before if abs(stand.since - before) < LATE_S else stand.since
-            # The others may have gone on without the node that tells of it.
+            # No shorter than the finding says: the others may have gone on without the node that reports it.
             until = max(min(stand.until, course.over_at, self.ended_at, last), stand.since + stand.culprit.age_s)
+            # A finding without a rank, about other nodes that do not answer, is only the view of the node that reports
+            # it.
             named = stand.culprit.ranks or not stand.culprit.nodes or stand.by in stand.culprit.nodes
             by = "" if named else stand.by
             found[before] = (Stand(before, stand.culprit, self.counts, by), self._seen(before, until))
         return list(found.values())
 
     def _seen(self, since: float, until: float) -> float:
-        """`until`, or when the last agent that was there `since` a moment has written its last event."""
+        """The end of a standstill, as far as an agent was there to see it.
+
+        That is `until`, or the last event of the agents of that time, if all of these have ended.
+        """
         there = [life for life in self.lives if life.begin <= since]
         left = [life for life in there if life is not self._present[life.node] or life.code is not None]
         return min(until, max(life.last for life in there)) if there and left == there else until
 
     @property
     def unsaved(self) -> events.Unsaved | None:
-        """The newest checkpoint, if it could not be saved."""
+        """The newest checkpoint, if it could not be saved; None: it was saved."""
         newest = self.missed[-1][1] if self.missed else None
         return newest if isinstance(newest, events.Unsaved) else None
 
     @property
     def slow(self) -> events.Straggler | None:
-        """The node that is slow now, in the newest generation; None: none is known."""
+        """The finding about the node that is slow now, from the newest generation; None: no node is known to be slow."""
         at, event = self.slows[-1] if self.slows else (0.0, None)
         now = event is not None and event.slow and self.chapter is not None and at >= self.chapter.begin
         return event if now else None
 
     @property
     def speed(self) -> float | None:
-        """Steps per second of the newest generation, lately; None: not known."""
+        """The current steps per second of the newest generation; None: not known."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         return course.speed if course is not None else None
 
     def standing_s(self, now: float) -> float:
-        """For how many seconds no step has been made at `now`, where it is known why, or nodes are waited for."""
+        """For how many seconds no step has been made at `now`.
+
+        0 if steps are made, or if neither a reason is known nor nodes are waited for.
+        """
         since = self.stand.since if self.stand is not None else self.waits_since
         return max(0.0, now - since) if since is not None else 0.0
 
@@ -361,7 +429,7 @@ class Story:
         return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
 
     def killed(self, node: str) -> None:
-        """The newest agent of `node` has ended with its last event, as is known from elsewhere."""
+        """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
         life = self._present[node]
         life.gone_at = life.last
         if self.chapter is not None and not self.seated():
@@ -369,7 +437,7 @@ class Story:
             self._courses[self.chapter.number].left_at = last
 
     def pid(self, node: str) -> int:
-        """The process id of a node's newest agent."""
+        """The process id of the node's newest agent."""
         return self._present[node].pid
 
     def worker(self, rank: int) -> int | None:
@@ -389,7 +457,8 @@ class Story:
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
-        elif node not in self._present:  # Its first lines are damaged.
+        # The file's first lines are damaged.
+        elif node not in self._present:
             self._begin_life(node, 0, record.at, at)
         life = self._present[node]
         if isinstance(event, _FINISHED) and event.step:
@@ -433,6 +502,7 @@ class Story:
                 self._leaves(life, event)
         short = isinstance(event, events.Recovery) and self._was_short(event.generation)
         life.spans.tell(event, at, short=short)
+        # An event of a node that was taken out shows that its agent lives.
         life.last, life.gone_at = max(life.last, at), None
         life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
         return at
@@ -440,13 +510,16 @@ class Story:
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
         if not self.run_dir:
             self.run_id, self.run_dir = event.run_id, event.run_dir
-        self.etcd = event.etcd  # A run that goes on may meet elsewhere.
+        # A run that goes on later may meet in another etcd.
+        self.etcd = event.etcd
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
         self._begin_life(record.node, event.pid, record.at, at)
-        if self.succeeded:  # It is run `--again`: no step of the attempt before is done again, but made anew.
+        # The run is run `--again` after a success: its steps are new ones, not repeated ones.
+        if self.succeeded:
             self._done_before, self.step = len(self.chapters), 0
             self.checkpoint, self.checkpoint_at = 0, None
-        self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
+        # The result was an earlier attempt's.
+        self.result, self.ended_at = None, math.inf
 
     def _begin_life(self, node: str, pid: int, started_at: float, at: float) -> None:
         life = Life(node, pid, at, started_at, at, LifeSpans(at, self._courses))
@@ -456,17 +529,21 @@ class Story:
     def _generation(self, event: events.Generation, node: str, at: float) -> None:
         before, life = self.chapter, self._present.get(node)
         known = before is not None and (event.number in self._numbers or event.number < before.number)
-        # Numbers begin anew with another etcd. An agent's seat is never in a generation that is older than the agent.
+        # A fresh etcd counts generations from 1 again. It is recognised by a known number from an agent that started
+        # after the newest generation began: no agent has a seat in a generation older than itself.
         later = before is not None and life is not None and life.pid != 0 and life.begin > before.begin
         anew = known and later and not isinstance(event, events.StandsBy)
         if known and not anew:
-            # Every member reports it. Of a large one most know only some of its nodes, and the leader knows all.
+            # Every member reports the generation. In a large one most members know only some of its nodes; the leader
+            # knows all.
             chapter = self._numbers.get(event.number)
             if chapter is not None and len(event.nodes) > len(chapter.nodes):
                 chapter.nodes = event.nodes
             return
         cause, kind = event.cause, event.kind
         step, follows = 0, None
+        # The leader publishes a cause in its own words. Add what only the story knows: whom the last generation waited
+        # for, who joined on this occasion, who was slow, whether etcd was replaced.
         if before is not None:
             stand, before.end = self._hang, at
             self._courses[before.number].over(at)
@@ -476,6 +553,7 @@ class Story:
                 cause, kind = self._why_anew(before, event, at)
             if stand is not None:
                 cause = self._hung(stand, cause, at)
+            # A run that is started again after a success has no step before.
             if len(self.chapters) > self._done_before:
                 step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
@@ -499,7 +577,8 @@ class Story:
             in_place=event.in_place,
             restarts=event.restarts,
             begin=at,
-            # Workers that go on in place have the state in which they were.
+            # Workers that go on in place keep the state that they have, which may be newer than the published resume
+            # point.
             resume_step=max(event.resume_step, step) if event.in_place else event.resume_step,
             step_before=step,
             follows=follows,
@@ -511,42 +590,48 @@ class Story:
         self._courses[event.number] = Course(waits=event.waits)
 
     def _interrupted(self, before: Chapter) -> None:
-        """Another generation follows `before`: note whether no agent of its nodes has lived on."""
+        """Another generation follows `before`. Note when its agents had ended, if none of them has lived on."""
         seated = self.seats(before)
         ended_at = max((life.last for life in seated), default=before.begin)
         later = [life for life in self.lives if life.begin > ended_at]
         if not seated or any(self._present[life.node] is life for life in seated):
             return
         self._courses[before.number].left_at = ended_at
+        # All agents of the present started later, so there was a time without any agent.
         if len(later) == len(self._present):
             self.breaks.append((ended_at, min(life.begin for life in later), ends(seated)))
 
     def seats(self, chapter: Chapter) -> list[Life]:
-        """The lives that have a seat in `chapter`, as far as they are known."""
+        """The agents that have a seat in `chapter`, as far as they are known."""
         nodes = frozenset(chapter.nodes)
         lives = [life for life in self.lives if life.node in nodes and life.begin <= chapter.begin]
         return list({life.node: life for life in lives}.values())
 
     def elsewhere(self) -> list[str]:
-        """The nodes of the newest generation of which no event is known: each writes to a directory of its own."""
+        """The nodes of the newest generation that have no event here.
+
+        Nodes without a shared disk write to run directories of their own.
+        """
         known = self.told_by
         return [node for node in (self.chapter.nodes if self.chapter is not None else ()) if node not in known]
 
     @property
     def told_by(self) -> set[str]:
-        """The nodes whose agents have told of this run."""
+        """The nodes that have written events of this run."""
         return {life.node for life in self.lives}
 
     def seated(self) -> list[Life]:
-        """The lives of agents that run, and have a seat in the newest generation."""
+        """The running agents that have a seat in the newest generation."""
         alive = {id(self._present[node]) for node in self.alive()}
         return [life for life in self.seats(self.chapter) if id(life) in alive] if self.chapter is not None else []
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
+        # A late report: its generation is over.
         if chapter is None or event.generation != chapter.number:
-            return  # A late report: its generation is over.
+            return
         chapter.stepped(node, at)
+        # The workers have resumed earlier than published: the checkpoint of the resume point could not be used.
         if event.resumed_from < chapter.resume_step and not chapter.in_place:
             chapter.passed_over = chapter.resume_step
             self.checkpoint = min(self.checkpoint, event.resumed_from)
@@ -557,37 +642,45 @@ class Story:
             chapter.redone = max(chapter.redone or 0, event.redone)
         self._count_redone(chapter)
         course = self._courses[chapter.number]
+        # Steps up to `highest` were done before. The course shows them as repeated, until it is past them.
         highest = max(self.step, event.resumed_from + (event.redone or 0))
         if course.redone_until == math.inf or (not course.step and highest > event.resumed_from):
             course.redone_until, course.redone_to = math.inf, max(course.redone_to, highest)
         self._stepped(event.generation, event.step, at)
 
     def _count_redone(self, chapter: Chapter) -> None:
-        """The steps that `chapter` does again: one node's own account may lack what others have finished."""
+        """Correct how many steps `chapter` does again.
+
+        A node's own report may lack steps that other nodes had finished.
+        """
         if chapter.first_step is None:
             return
+        # Only if all nodes of the generation before have told their events is its last step known.
         if chapter.redone is not None or (chapter.follows is not None and self._present.keys() >= {*chapter.follows}):
             chapter.redone = max(chapter.redone or 0, chapter.step_before - chapter.resume_step)
 
     def _finished(self, generation: int, step: int) -> None:
-        """An event says that `step` was finished in `generation`. It may come after a later one has begun."""
+        """Note that `step` was finished in `generation`. The event may come after a later generation has begun."""
         chapter = self._numbers.get(generation)
         if chapter is None or step <= chapter.reached:
             return
         chapter.reached = step
+        # Later generations up to the first one with a step continue after this step: correct their beginning.
         for later in self.chapters[self.chapters.index(chapter) + 1 :] if chapter is not self.chapter else ():
             later.step_before = max(later.step_before, step)
             self._count_redone(later)
             if later.first_step is not None:
                 return
-            if later.in_place:  # Its workers have the state in which they were.
+            # Its workers keep the state that they have.
+            if later.in_place:
                 later.resume_step = max(later.resume_step, step)
 
     def _phases(self, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
         chapter = self._numbers.get(event.generation)
         if chapter is None:
             return
-        if chapter is self.chapter:  # A script without a Loop reports no first step.
+        # A script without a Loop reports no first step.
+        if chapter is self.chapter:
             chapter.stepped(node, at)
         seconds: dict[str, float] = {}
         for name, took_ms in event.phases.items():
@@ -618,9 +711,10 @@ class Story:
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
         blamed = self._hang.culprit if self._hang is not None else None
-        # The nodes that wait have made that step before they did.
+        # The nodes that wait for the blamed one had made one step more. It does not end the standstill.
         ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
-        if event.step > self.newest and not ahead:  # A file leaves out most events of steps.
+        # A file leaves out most `Step` events, so progress may be news.
+        if event.step > self.newest and not ahead:
             self._stepped(event.generation, event.step, at - event.age_s)
         self.samples = event.samples or self.samples
         generation, pids = self.workers.get(node, (0, {}))
@@ -631,8 +725,9 @@ class Story:
     def _stepped(self, generation: int, step: int, at: float) -> None:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
         self.step = max(self.step, step)
+        # An agent that was frozen tells of its last steps when it wakes up.
         if self.chapter is not None and generation < self.chapter.number:
-            return  # An agent that was frozen tells of its last steps when it wakes up.
+            return
         self.newest, self.last_step_at = step, max(at, self.last_step_at)
         course = self._courses.get(generation)
         if course is not None:
@@ -644,7 +739,7 @@ class Story:
             self._courses[event.generation].failed_at = at
 
     def _etcd_away(self, life: Life, event: events.EtcdAway, at: float) -> None:
-        """Etcd does not answer, or does again."""
+        """Etcd does not answer the agent of `life`, or answers again."""
         life.away_since = at - event.away_s if event.problem else None
         if not event.problem:
             self.outages.append((at - event.away_s, at))
@@ -652,17 +747,18 @@ class Story:
             self._fresh_at, self.etcd = at, event.etcd or self.etcd
 
     def _unwritten(self, life: Life, event: events.Unwritten, at: float) -> None:
-        """Events of a node cannot be written, or are written again."""
+        """Events of a node cannot be written to its file, or are written again."""
         gap = life.gap or Gap(life.node, at - event.for_s, event.reason)
         if gap is not life.gap:
             self.gaps.append(gap)
         gap.missing, gap.end = event.missing, at if event.over else None
         life.gap = None if event.over else gap
+        # Nothing is missing: the events of that time were kept in memory and written later.
         if event.over and not event.missing:
             self.gaps.remove(gap)
 
     def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, node: str, at: float) -> None:
-        """Steps stand still, or go on again, by the word of `node`."""
+        """Steps stand still, or go on again, by the report of `node`."""
         course = self._courses.get(event.generation)
         if course is None:
             return
@@ -670,6 +766,7 @@ class Story:
             course.goes_on(at)
         elif isinstance(event, events.Culprit):
             course.stood(event.step, at - event.age_s, event, node)
+            # A rank has been known to be lost for so long, so its failure counts from then.
             if event.unagreed_s:
                 course.failed_at = min(course.failed_at, at - event.unagreed_s)
             if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
@@ -677,41 +774,59 @@ class Story:
         else:
             course.stood(event.step, at - event.age_s)
             course.hung = course.hung or ((at, event) if event.final else None)
-        if course.hung is not None and course.hung[1].stacks:  # Else the end of its worker tells of it.
+        # Without stacks the worker's own end is the failure that is told.
+        if course.hung is not None and course.hung[1].stacks:
             self._count_hang(*course.hung, course.blamed)
 
     def _count_hang(self, at: float, event: events.Stalled, culprit: events.Culprit | None) -> None:
-        """A hang is one failure, of the nodes that are waited for, whoever has told of it `at` first, by this `event`.
+        """Count a hang as one failure of each node that is waited for, whichever node has reported it first.
 
-        Before the `culprit` is known it is one of no node.
+        Args:
+            at: the time of the first report.
+            event: the first report.
+            culprit: the finding about whom the others wait for; None: not known yet. Then the failure has no node.
         """
         nodes: tuple[str, ...] = ()
         what = f"no progress for {event.age_s:.0f} s" + (f" after step {event.step:,}" if self.counts else "")
-        if culprit is not None and abs(event.step - culprit.step) <= 1:  # See `Course.stood`.
+        # The finding may be one step behind: see `Course.stood`.
+        if culprit is not None and abs(event.step - culprit.step) <= 1:
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes
         self._add_hang(at, what, event.generation, nodes or ("",), since=at - event.age_s)
 
     def _add_hang(self, at: float, what: str, generation: int, nodes: Iterable[str], *, since: float) -> None:
-        """A hang `since` a moment is a failure of these `nodes`. What was told of it before is replaced: it may go on
-        in generations that come to no step."""
+        """Note a hang as a failure of each of these `nodes`, "" if none is known.
+
+        Earlier failures of the same hang, those from `since` on, are replaced: it may go on in generations that come to
+        no step.
+        """
         self.troubles = [each for each in self.troubles if not (each.hang and each.at >= since)]
         self.troubles += [Trouble(at, each, what, generation, hang=True) for each in nodes]
 
     def _hung(self, stand: Stand, cause: str, at: float) -> str:
-        """The `cause` of the generation that has ended a `stand` at `at`, with that, which is a failure as well."""
+        """The `cause` of the generation that ended the standstill `stand` at `at`, with the standstill's reason added.
+
+        The standstill counts as a failure, too.
+        """
         culprit = stand.culprit
         course = self._courses[culprit.generation]
+        # A hang that ended its generation is in the cause already; nodes that do not answer are reported as lost.
         if course.hung or (culprit.nodes and not culprit.ranks):
-            return cause  # It says so. Of nodes that do not answer their loss tells.
+            return cause
         until = self._seen(stand.since, at)
         self._add_hang(at, stand.told(until), culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
     def _member_lost(self, event: events.MemberLost, teller: Life | None, at: float) -> None:
-        """A node was taken out. If the one that tells it came after that, nobody knows for how long it was gone."""
+        """A node was taken out.
+
+        If the agent that reports it, `teller`, started only after the lost node's last event, the moment of the loss is
+        unknown. The loss then counts from the last event.
+        """
         begin = self.chapter.begin if self.chapter is not None else -math.inf
+        # Not an agent that started after the newest generation began: it has no seat that it could lose.
         lives = [life for life in self.lives if life.node == event.lost and life.begin <= begin]
-        life = lives[-1] if lives else None  # Not one that has begun after the newest generation.
+        life = lives[-1] if lives else None
+        # An agent that ended or left of its own accord is no loss, unless it stopped answering.
         if life is not None and (life.code is not None or (life.leaves and SILENT not in event.how)):
             return
         late = life is not None and teller is not None and teller.begin > life.last
@@ -724,8 +839,11 @@ class Story:
             life.gone_at, life.loss = max(gone_at, life.last), loss
 
     def _leaves(self, life: Life, event: events.Leaves | events.AgentStopped) -> None:
-        """An agent leaves, or has ended. If it has left before its node was taken out, nothing has failed: clocks of
-        two machines differ."""
+        """An agent leaves the run, or has ended.
+
+        If it left before its node was taken out, nothing has failed. The two events may come in either order, because
+        the clocks of two machines differ.
+        """
         if isinstance(event, events.AgentStopped):
             life.code = event.code
             return
@@ -734,7 +852,11 @@ class Story:
             self.troubles.remove(life.loss)
 
     def _why_anew(self, before: Chapter, event: events.Generation, at: float) -> tuple[str, str]:
-        """Cause and kind of a generation that starts anew. Its leader does not know who was killed with their etcd."""
+        """The cause and kind of a generation that `event` reports as a "start".
+
+        Its leader may have found an empty etcd, and does not know which agents were killed together with the etcd
+        before.
+        """
         killed = [life for life in self.seats(before) if life.code is None and not (life.leaves or life.loss)]
         for life in killed:
             self._lost(Trouble(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
@@ -742,19 +864,21 @@ class Story:
         return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
 
     def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
-        """For how much of `agree_s`, the seconds until `chapter` was agreed, there were too few nodes for it."""
+        """For how many of the `agree_s` seconds that it took to agree on `chapter` there were too few nodes for it."""
         before = takewhile(lambda each: each.waits, reversed(self.chapters[: self.chapters.index(chapter)]))
-        short = [each for each in before if len(each.nodes) < each.needed]  # With enough nodes they only save.
+        # A generation that waits with enough nodes only saves.
+        short = [each for each in before if len(each.nodes) < each.needed]
         if short:
             return min(agree_s, chapter.begin - short[-1].begin)
         return agree_s if self._was_short(chapter.number) else 0.0
 
     def _was_short(self, generation: int) -> bool:
-        """Whether `generation` had to wait for more nodes, because too few were left of the one before."""
+        """Whether `generation` had to wait for more nodes, because too few of the one before were left."""
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
         if chapter is None or before is None:
             return False
-        # Each of its nodes asks: who stayed is looked at anew only when something has changed that it depends on.
+        # Each node of the generation asks this. The answer is kept until something has changed on which it depends,
+        # because in a large run looking at all nodes for each node would take quadratic time.
         facts = (len(chapter.nodes), len(before.nodes), len(self.lives), self.min_nodes)
         known, short = self._short.get(generation, ((), False))
         if known != facts:
@@ -763,7 +887,7 @@ class Story:
         return short
 
     def _stayed(self, chapter: Chapter, before: Chapter) -> set[str]:
-        """The nodes that have a seat in `chapter`, and have had one in the one `before` it, with the same agent."""
+        """The nodes that have a seat both in `chapter` and in the generation `before` it, with the same agent."""
         return {
             node
             for node in {*before.nodes}.intersection(chapter.nodes)
@@ -773,9 +897,10 @@ class Story:
     # Sums.
 
     def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
-        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event.
+        """How the time of `life` was spent, from its start.
 
-        Where its node was lost it is up to the moment in which the others had noticed.
+        The spans reach up to the last event; for a running agent up to `now`, if given; for a lost node up to the
+        moment at which the others noticed the loss.
         """
         if life.gone_at is not None:
             return life.spans.until(life.gone_at, lost=life.gone_at > life.last)
@@ -783,7 +908,7 @@ class Story:
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def _spent(self, now: float | None) -> list[tuple[str, list[Span]]]:
-        """The same of each life with its node, until the run's result."""
+        """For each agent its node and spans, cut at the run's result."""
         found = []
         for life in self.lives:
             end, spans = min(self.ended_at, life.result_at), self.spans_of(life, now)
@@ -791,11 +916,18 @@ class Story:
         return found
 
     def spans(self, now: float | None = None) -> list[Span]:
-        """The same of the whole run: each moment is shared by the nodes that have a seat then."""
+        """How the time of the whole run was spent. Each moment is shared by the nodes that have a seat then.
+
+        Args:
+            now: up to when running agents count; None: up to their last events.
+        """
         return together(self._spent(now), [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters])
 
     def present(self, now: float) -> float | None:
-        """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
+        """`now` if the run still goes on then, as far as its events tell; else None.
+
+        The result is the `now` of `spans` and of the other sums.
+        """
         alive, age_s = self.alive(), self.last - self.begin
         seated = [self._present[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
         tell = bool(seated) and all(life.tells for life in seated)
@@ -803,24 +935,30 @@ class Story:
         return now if self.result is None and alive and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
-        """The same of each node: the spans of all its agents, one after the other."""
+        """How each node's time was spent: the spans of all its agents, one after the other."""
         found: dict[str, list[Span]] = {}
         for node, spans in self._spent(now):
             found.setdefault(node, []).extend(spans)
         return found
 
     def goodput(self, now: float | None = None) -> float:
-        """The share of the run's time that went into steps that count, from 0 to 1."""
+        """The share of the run's time spent on steps that count (`train`), from 0 to 1."""
         spent = totals(self.spans(now))
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
 def ends(lives: Iterable[Life]) -> str:
-    """With which codes agents have ended, in words."""
+    """With which exit codes these agents ended, in words."""
     return ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in lives}))
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:
-    """Why the newest generation was made, by its story where that knows it: its leader may have `said` less."""
+    """The cause of the newest generation.
+
+    Args:
+        story: if it knows this generation, its cause is taken, which may say more.
+        generation: the number of the newest generation.
+        said: the cause in the leader's words.
+    """
     chapter = story.chapter if story is not None else None
     return chapter.cause if chapter is not None and chapter.number == generation else said
