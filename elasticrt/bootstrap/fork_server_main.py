@@ -1,8 +1,9 @@
-"""The worker parent: starts the workers of one node, reaps them and all that they left behind, and guards them.
+"""The worker parent: starts the workers of one node, reaps them with all that they leave behind, and guards them.
 
-It is a process of its own because the agent has threads and must not import torch. With "fork" it imports torch before
-the first worker is needed, and each worker is a fork of it. With "exec" it is small, and each worker is a new program.
-One thread runs one loop: messages from the agent, ends of children. When the agent ends, it ends the workers.
+The worker parent is a process of its own because a process with threads, such as the agent, cannot be forked safely,
+and because the agent must not import torch. With the method "fork" it imports torch before the first worker is needed,
+and each worker is a fork of it. With "exec" it stays small, and each worker is a new program. One thread runs one loop,
+which handles messages from the agent and the ends of children. When the agent ends, the worker parent ends all workers.
 """
 
 from __future__ import annotations
@@ -30,44 +31,59 @@ from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
 from elasticrt.ipc.status_page import STACKS_SIGNAL
 from elasticrt.ipc.std_streams import occupy
 
+# How often the loop looks again for what ended workers have left behind.
 SWEEP_AGAIN_S = 0.02
 SWEEP_MAX_S = 2.0
-"""After this a worker counts as ended although a process of its session has not: it hangs inside the kernel."""
+"""After so long a worker counts as ended although a process of its session has not: that process hangs inside the
+kernel."""
 END_MAX_S = 0.9
-"""How long a parent without an agent tries to end its workers before it ends itself."""
+"""How long a worker parent whose agent is gone tries to end the workers before it ends itself."""
 
 _IGNORED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 )
-"""Schedulers send these to every process of a job. The agent acts on them; its worker parent stays with it."""
+"""Schedulers send these to every process of a job. The agent acts on them, and its worker parent stays as long as the
+agent."""
 
 
 @dataclass
 class _Worker:
+    """A worker that has been forked and is not reported yet."""
+
     start: Start
     pid: int
+    # The read end of the pipe on which the worker says why it cannot run its program.
     errors_fd: int
+    # Its exit code, or minus the signal number, once it was reaped. Other processes of its session may still live.
     code: int | None = None
     ended_ns: int = 0
 
 
 class ForkServer:
-    """The state of a worker parent. `serve` runs it."""
+    """The worker parent's loop and its workers. `serve` runs it.
+
+    Args:
+        channel: to the agent.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        # Whether workers are new programs ("exec") instead of forks that run the script.
         self._executes = True
+        # By pid.
         self._workers: dict[int, _Worker] = {}
+        # What this process was started with. Each worker gets these dispositions back.
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
-        self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # Gets a byte for each signal that has a handler.
+        # Gets a byte for each signal that has a handler, so that `select` returns.
+        self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
-        # A handler has to be there for the wake-up to happen; the work is done in the loop.
+        # Python writes to the wake-up descriptor only for signals with a handler. The loop does the work.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
 
     def forget(self) -> None:
-        """In a fork: close what only the parent may hold."""
+        """Close what only the parent may hold. Called in a fork."""
         self._channel.close()
         for fd in self._wakeup:
             os.close(fd)
@@ -75,15 +91,20 @@ class ForkServer:
             os.close(worker.errors_fd)
 
     def serve(self, warm: Warm) -> Job | None:
-        """Work until the agent is gone (None), or until this process is a forked worker: then its job."""
+        """Run until the agent is gone, and return None. In a process that was forked as a worker, return its job.
+
+        Args:
+            warm: tells the agent how workers are started.
+        """
         self._executes = warm.method == "exec"
         job = None
         try:
             self._channel.send(warm)
             while job is None:
                 job = self._turn()
+        # The usual end of a worker parent: its agent has ended.
         except ChannelClosed:
-            self._end()  # The agent has ended, which is how a worker parent usually ends.
+            self._end()
         except BaseException:
             self._end()
             raise
@@ -94,6 +115,8 @@ class ForkServer:
         channel = self._channel.fileno()
         ready = select.select([channel, self._wakeup[0]], [], [], SWEEP_AGAIN_S if sweeps else None)[0]
         self._reap()
+        # The ends of children are handled first: the agent hears of a worker's end before the parent acts on newer
+        # messages.
         if channel not in ready:
             return None
         while (received := self._channel.receive(0)) is not None:
@@ -113,18 +136,18 @@ class ForkServer:
         alive = [worker.pid for worker in meant if worker.code is None]
         if message.number == signal.SIGKILL:
             proc.kill_sessions(alive)
-        # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
-        # Another thread would write down its own stack, or none.
+        # SIGKILL goes to the worker itself as well: a process that was forked just now has no session of its own yet.
+        # The signal for stacks must reach the main thread, because another thread would write its own stack, or none.
         send = proc.signal_main_thread if message.number == STACKS_SIGNAL else proc.kill
         for pid in alive:
             send(pid, message.number)
 
     def _start(self, start: Start, fds: list[int]) -> Job | None:
-        """Fork a worker. In the worker itself: its job."""
+        """Fork a worker. Returns None in the parent, and the worker's job in the worker."""
         job = None
         try:
             if len(fds) != len(start.fd_names):
-                # The kernel drops descriptors for which this process has no number left.
+                # The kernel drops descriptors for which this process has no number left (RLIMIT_NOFILE).
                 what = f"{os.strerror(errno.EMFILE)}: {len(fds)} of {len(start.fd_names)} descriptors arrived"
                 raise OSError(errno.EMFILE, what)  # noqa: TRY301  As the fork below would.
             job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
@@ -137,10 +160,11 @@ class ForkServer:
         return job
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
-        # Closed by the `exec` of a program, and by `main` before a script: until then it tells why nothing runs.
+        # Closed by the `exec` of a program, and by `main` before a script begins. Until then the pipe carries the
+        # reason why nothing runs.
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
-        # No signal may reach the worker while it still has this process's handlers.
+        # No signal may reach the worker while it still has the handlers of this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
@@ -159,12 +183,13 @@ class ForkServer:
         return None
 
     def _reap(self) -> None:
-        """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
+        """Reap ended children, kill what workers left behind, and report each worker of which nothing is left."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup[0], 4096):
                 pass
         with contextlib.suppress(ChildProcessError):
-            # Its session is killed before a worker is reaped: until then no other process can get its number.
+            # WNOWAIT leaves the worker unreaped until its session is killed. Until then no other process can get its
+            # pid.
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 worker = self._workers.get(ended.si_pid)
                 if worker is not None:
@@ -178,16 +203,17 @@ class ForkServer:
                 self._report(worker)
 
     def _left_behind(self, worker: _Worker) -> bool:
-        """Kill what is left of an ended worker. Returns whether anything was."""
+        """Kill what is left of an ended worker. Returns whether anything was left."""
         left = proc.members([worker.pid])
+        # A process that has detached itself from its session is no particular worker's. It ends with the last worker.
         if all(each is worker or each.code is not None for each in self._workers.values()):
-            left += self._orphans()  # Processes that detached themselves from any session end with the last worker.
+            left += self._orphans()
         for pid in left:
             proc.kill(pid, signal.SIGKILL)
         return bool(left)
 
     def _orphans(self) -> list[int]:
-        """Children of this process that it has not started. Those that have ended are reaped, not listed."""
+        """The pids of children that this process has not started, without those that have ended."""
         children = proc.children().items()
         return [pid for pid, found in children if pid not in self._workers and not found.ended]
 
@@ -203,7 +229,7 @@ class ForkServer:
         self._channel.send(Exited(start.generation, start.local_rank, worker.pid, worker.code, reason))
 
     def _end(self) -> None:
-        """End every process of the workers within END_MAX_S seconds, after the end of the agent."""
+        """After the end of the agent: end all processes of the workers, within END_MAX_S seconds."""
         deadline = time.monotonic() + END_MAX_S
         while time.monotonic() < deadline:
             proc.kill_sessions(list(self._workers))
@@ -211,7 +237,7 @@ class ForkServer:
                 proc.kill(pid, signal.SIGKILL)
             try:
                 with contextlib.suppress(ChannelClosed):
-                    # The agent may have closed only its sending side, and still read how they ended.
+                    # The agent may have closed only its sending side, and still read how the workers ended.
                     self._reap()
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     select.select([self._wakeup[0]], [], [], SWEEP_AGAIN_S)
@@ -220,25 +246,32 @@ class ForkServer:
 
 
 def main(text: str) -> NoReturn:
-    """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become.
+    """Run the worker parent until this process ends.
 
-    `text` is the JSON that `workers.fork_server` writes: the arguments of its `start`.
+    In a process that was forked as a worker, run that worker.
+
+    Args:
+        text: the JSON that `workers.fork_server` writes, with the arguments of its `start`.
     """
     shutdown.arrange()
     options = SimpleNamespace(**json.loads(text))
     if not getattr(sys.flags, "safe_path", False):
-        # `-m` has put the agent's directory there. A file of the user's must not be imported because of its name.
+        # `python -m` has put the agent's working directory first. A user's file there must not be imported for its
+        # name.
         sys.path.pop(0)
-    occupy()  # Descriptors that arrive must never get the numbers of the standard streams.
+    # Descriptors that arrive must never get the numbers of the standard streams.
+    occupy()
     proc.adopt_orphans()
     script, directory = _script(options)
     parent = ForkServer(Channel.adopt(options.channel_fd))
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
-        shutdown.leave(0)  # As in its forks, what was imported is not taken apart.
+        # Ends without taking torch apart, as the workers do.
+        shutdown.leave(0)
     parent.forget()
     signals = parent.signals
+    # The channel and the records of other workers are the parent's: a worker does not keep them alive.
     del parent
     env = child_process.settle(job, signals)
     if job.executes:
@@ -251,7 +284,7 @@ def main(text: str) -> NoReturn:
 
 
 def _script(options: SimpleNamespace) -> tuple[Path | None, str]:
-    """The file that workers will run, if it is known, and the first entry of their path, or ""."""
+    """The file that workers will run, if it is known, and the first entry of their `sys.path`, or ""."""
     if options.kind == "program" or not options.target:
         return None, ""
     if options.kind == "script":
@@ -263,7 +296,7 @@ def _script(options: SimpleNamespace) -> tuple[Path | None, str]:
 
 
 def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> tuple[Warm, int]:
-    """Import what workers will need. Returns how they will be started and why, and torch's own number of threads."""
+    """Import what workers will need. Returns how and why workers will be started, and torch's own number of threads."""
     before_s = time.monotonic()
     reason, torch_threads = "", 0
     if options.kind == "program":
@@ -279,16 +312,16 @@ def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> t
 
 
 def _is_this_python() -> bool:
-    """Whether workers are to run in the Python that this process is, as under torchrun by $PYTHON_EXEC."""
+    """Whether workers are to run in the Python of this process. $PYTHON_EXEC names another one, as under torchrun."""
     python = os.environ.get("PYTHON_EXEC") or sys.executable
     return Path(shutil.which(python) or python).absolute() == Path(sys.executable).absolute()
 
 
 def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
-    """Why `script` needs interpreters of its own, or "", and what to import for it before it runs."""
+    """Why `script` needs an interpreter of its own, or ""; and what to import for the script before it runs."""
     if script is None:
         return "", []
-    # A directory, an archive, byte code, and what is missing, which Python reports.
+    # Directories, archives, byte code, and missing files, which Python itself reports best.
     if not script.is_file() or script.suffix == ".pyc" or zipfile.is_zipfile(script):
         return f"{script.name} is not a plain source file", []
     from elasticrt.bootstrap import script_scan

@@ -1,4 +1,4 @@
-"""The end of a worker: its error is recorded, hooks run, files are flushed, and the host of the group's store waits."""
+"""Ends a worker: shortens its error, runs exit hooks, flushes files, and keeps the host of the group's store."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ _IN_FORM = re.compile(r"[^()]+ \([^()]+\)")
 """How our own messages begin: see `errors.explain`."""
 
 FAILED_S = 3.0
-"""How long a process may take to end that has failed. Its peers stand still meanwhile, and a thread of the script's,
-or a process that it has started, may run on for as long as it likes."""
+"""How long a failed process may take to end. Its peers stand still meanwhile, but a thread of the script, or a process
+that it has started, could run on for as long as it likes."""
 
 CONNECTING_S = 1.0
-"""How long a peer may still be connecting to a process whose script has ended already."""
+"""How long a peer may still be connecting to a process whose script has ended."""
 
 
 def in_short(error: BaseException) -> str:
-    """What to print in place of the traceback, which is in the error file; "" if the traceback is to be printed.
+    """What to print in place of the traceback of `error`; "" to print the traceback.
 
-    One line stands for an error that only says that another worker is lost, and for our own errors about a wrong call
-    or a bad checkpoint, whose traceback is mostly ours. Of a very long traceback an excerpt is printed. A script that
-    has set `sys.excepthook` keeps its own way of printing.
+    The whole traceback is in the error file. One line stands for an error that only says that another worker is lost,
+    and for our own errors about a wrong call or a bad checkpoint, whose traceback is mostly ours. Of a very long
+    traceback an excerpt is printed. A script that has set `sys.excepthook` keeps its own way of printing.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     hook = sys.excepthook
+    # torch.distributed sets a hook that puts the rank before each line. Such a hook is not the script's own.
     if hook is not sys.__excepthook__ and not (type(hook) is FunctionType and hook.__module__.startswith("torch.")):
         return ""
     found = described(error)
@@ -66,17 +67,18 @@ def in_short(error: BaseException) -> str:
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
     if not is_collateral(found.name, found.message, found.callstack):
         return excerpt
-    said = re.sub(r"^\[[^]]*\] ", "", found.message).split(". ")[0]  # Without the place in torch's C++ sources.
+    # Without the place in torch's C++ sources.
+    said = re.sub(r"^\[[^]]*\] ", "", found.message).split(". ")[0]
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 
 def _innermost(error: BaseException) -> str:
-    """The file that has raised the error."""
+    """The file that raised the error."""
     return "".join(each.filename for each in traceback.extract_tb(error.__traceback__)[-1:])
 
 
 def _called_at(error: BaseException) -> str:
-    """The line of the user's code that the error comes from: the last one outside of this package and of libraries."""
+    """The line of the user's code that led to the error: the last one outside of this package and of libraries."""
     paths, lines = sysconfig.get_paths(), traceback.extract_tb(error.__traceback__)
     known = (_OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
     theirs = [each for each in lines if not each.filename.startswith(known)]
@@ -87,7 +89,7 @@ def _called_at(error: BaseException) -> str:
 
 
 def _leave_groups() -> None:
-    """Close the connections to peers that wait for this process in a collective, but not those of the store."""
+    """Close the connections to peers that wait for this process in a collective, but not those to the store."""
     store = os.environ.get("MASTER_PORT", "")
     for fd in sockets_of():
         if (ports := ports_of(fd)) and store not in map(str, ports):
@@ -98,7 +100,7 @@ def _leave_groups() -> None:
 def arrange() -> None:
     """Prepare for `leave`, in this process and its forks.
 
-    Called before anything has registered an exit hook: hooks run in the reverse order, so ours is the last.
+    Call it before anything registers an exit hook: Python runs hooks in reverse order, so ours is then the last.
     """
     atexit.register(lambda: [step() for step in _last_steps])
 
@@ -108,32 +110,36 @@ _last_steps: list[Callable[[], object]] = []
 
 
 def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None, *, limited: bool = False) -> NoReturn:
-    """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
+    """End this process with `code` (negative: by that signal), as an interpreter does, but leave torch as it is.
 
     The interpreter joins threads and runs exit hooks. The last hook (see `arrange`) destroys the objects that the
-    script and the modules it imported (`names`) hold, which flushes files and calls `__del__`. It then flushes streams
-    and ends the process. The destructors of preloaded libraries are left out: in a fork they cost 0.2 s of copying
-    pages only to free them, complain of what a fork cannot free, and can wait for ever for a thread of torch's that
-    needs the interpreter.
+    script and the modules it imported (`names`) hold, which flushes files and calls `__del__`. Then the hook flushes
+    streams and ends the process. The destructors of preloaded libraries do not run: in a fork they would copy memory
+    pages only to free them, which costs 0.2 s; they complain of what a fork cannot free; and they can wait for ever for
+    a thread of torch's that needs the interpreter.
 
-    Code of the script's runs here. What it raises is shown as an interpreter shows it, and the rest is still done.
+    Code of the script runs here. What it raises is shown as an interpreter shows it, and the remaining work is still
+    done.
 
     Args:
         code: the exit code.
         names: modules to destroy.
-        host: after a success, the link of a worker that hosts its group's store. It waits until the group has ended, or
-            its agent is gone. Peers that take longer find this process gone from their collectives.
+        host: after a success, the agent link of a worker that hosts its group's store. The worker waits until the group
+            has ended or its agent is gone. After CONNECTING_S it leaves its collectives, so that a peer that still
+            expects it there fails.
         limited: whether the process ends after FAILED_S at the latest.
     """
     _spare_torch()
     if limited:
         threading.Thread(target=_end_late, args=[code], daemon=True).start()
     _last_steps.append(partial(_end, code, names, host))
-    sys.exit(1)  # The code if the last step fails. Otherwise that ends the process with `code`.
+    # The last step ends the process with `code` itself; 1 is the exit code if that step fails.
+    sys.exit(1)
 
 
 def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
-    # Before the objects are destroyed: a file in a cycle of them may lose its lower half, which it writes to, first.
+    # Files are flushed before objects are destroyed: of a file in a reference cycle, the lower layer to which it writes
+    # may be destroyed first.
     flushed = [_flushed(file) for file in _open_files()]
     try:
         _destroy(names)
@@ -142,9 +148,11 @@ def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
     flushed += [_flushed(stream) for stream in (sys.stdout, sys.stderr, *_open_files())]
     if not all(flushed):
         code = code or _EXIT_CANNOT_FLUSH
+    # C libraries have buffers of their own, and `os._exit` does not flush them.
     ctypes.CDLL(None).fflush(None)
     if code == 0 and host is not None:
-        host.linger(0, CONNECTING_S, _leave_groups)  # Others may still need the store in this process.
+        # Other ranks may still need the store in this process.
+        host.linger(0, CONNECTING_S, _leave_groups)
     _end_now(code)
 
 
@@ -175,15 +183,21 @@ def _show(error: BaseException, about: object) -> None:
 
 
 def _destroy(names: Sequence[str]) -> None:
-    """Destroy what the modules hold: first what nothing else holds, its globals intact, then all that is left."""
+    """Destroy what the modules hold: first modules that nothing else holds, then the contents of the others.
+
+    An object of the first kind still finds its module's globals when it is destroyed.
+    """
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
-    # Daemon threads run on here, and must not print errors about destroyed modules.
+    # Daemon threads run on meanwhile, and must not print errors about destroyed modules.
     threading.excepthook = lambda _: None
     found = [sys.modules.pop(name, None) for name in names if not name.startswith("elasticrt.")]
     modules = [weakref.ref(each) for each in found if issubclass(type(each), ModuleType)]
     found.clear()
     gc.collect()
+    # A module that something still holds is not freed by leaving `sys.modules`, so its namespace is emptied.
+    # `__getattribute__` of `ModuleType`, because a script may put objects with a `__dict__` of their own into
+    # `sys.modules`.
     for module in reversed(modules):
         if (left := module()) is not None:
             ModuleType.__getattribute__(left, "__dict__").clear()
@@ -191,7 +205,7 @@ def _destroy(names: Sequence[str]) -> None:
 
 
 def _flushed(stream: Any) -> bool:
-    """Flush a stream, which for `sys.stdout` may be of any type. Returns whether nothing is left unflushed."""
+    """Flush `stream`, of any type if the script replaced `sys.stdout`. Returns whether nothing is left unflushed."""
     try:
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
@@ -204,10 +218,11 @@ def _flushed(stream: Any) -> bool:
 
 
 def _spare_torch() -> None:
-    """Remove torch's exit hooks, which only free memory of a process that ends.
+    """Remove torch's exit hooks, which only free memory of a process that is ending.
 
-    They take back each library of operators (50 ms in a fork, which copies the pages that it writes to). Ours waits for
-    gloo's threads (20 ms), which do harm only while an interpreter takes itself apart.
+    They unload each library of operators, which takes 50 ms in a fork because it copies the pages that it writes to.
+    Our own hook waits for gloo's threads, which takes 20 ms; these threads do harm only while an interpreter is
+    finalized.
     """
     for finalizer, about in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # As above.
         if type(about.func) is FunctionType and about.func.__module__ == "torch.library":
@@ -222,9 +237,10 @@ _EXIT_CANNOT_FLUSH = 120
 
 
 def _open_files() -> list[io.IOBase]:
-    # Objects from before the fork are frozen, so these are few. By type and not by `isinstance`, which asks an object
-    # for its `__class__`: that of some raises.
-    base = io.IOBase.__mro__[1]  # The one in C, of all files.
+    # Objects from before the fork are frozen and not listed, so there are few. The type is compared by its MRO and not
+    # by `isinstance`, which asks an object for its `__class__`: some objects raise then.
+    # The C class at the root of all files.
+    base = io.IOBase.__mro__[1]
     return [each for each in gc.get_objects() if base in type(each).__mro__ and _is_writable(each)]
 
 

@@ -1,7 +1,8 @@
 """The environment of a worker, as a value that the agent writes and the training process reads. Pure.
 
-`WorkerEnv.to_env` sets every variable that torchrun sets, with its meaning, and some `ELASTICRT_*`. Restart count and
-generation are those of the run, so all ranks have the same.
+`WorkerEnv.to_env` sets every variable that torchrun sets, with torchrun's meaning, and some `ELASTICRT_*` of our own.
+The restart count and the generation are those of the run, so all ranks have the same values. The file also holds the
+two records that travel between agent, worker and etcd: `Commit` and `Copy`.
 """
 
 from __future__ import annotations
@@ -17,27 +18,30 @@ from elasticrt.text import unpacked
 Made = TypeVar("Made", bound="_Record")
 
 REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
-"""Our own credentials and server settings."""
+"""Credentials for etcd and settings of etcd servers: the agent's business, which workers must not inherit."""
 
 HIDDEN = (
     *("SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 )
-"""Variables of SLURM's own task, which is the agent. Libraries would take them for the worker's rank and world size,
-and meet at an address of their own. The rest of the user's environment is not touched."""
+"""Variables of the SLURM task, which is the agent. Libraries would take them for the worker's rank and world size, and
+make a process group of their own at another address. The rest of the user's environment is not touched."""
 
 STRICT = {"extra": "forbid", "strict": True}
-"""How pydantic, which only the agent has, validates these dataclasses in a record."""
+"""How pydantic validates these dataclasses inside a record. Only the agent has pydantic."""
 
+# Python's JSON has no limit, but a reader with floating-point numbers is exact only up to here.
 COUNT_MAX = 2**53
+# Linux's PATH_MAX.
 PATH_BYTES_MAX = 4096
 _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
 
 class _Record:
-    """A dataclass of whole numbers and texts, as JSON. `FORMS` has a pattern for each text.
+    """A frozen dataclass of whole numbers and texts that travels as JSON.
 
-    Raises ValueError that names a wrong field.
+    `FORMS` has a regular expression for each text field; whole numbers lie between 0 and `COUNT_MAX`. A field of
+    another type or form raises ValueError that names the field.
     """
 
     __pydantic_config__ = STRICT
@@ -55,7 +59,7 @@ class _Record:
                 raise ValueError(f"field {each.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """This record as one line of JSON. Equal records give equal lines."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]  # As above.
 
     @classmethod
@@ -65,34 +69,36 @@ class _Record:
 
     @classmethod
     def from_fields(cls: type[Made], found: object) -> Made:
-        """Build it from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
+        """Build the record from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
         try:
             return cls(**found)  # type: ignore[arg-type]  # A wrong type raises TypeError.
-        except TypeError as error:  # A field is missing or unknown, or it is no object.
+        # A field is missing or unknown, or `found` is not an object.
+        except TypeError as error:
             raise ValueError(f"not the fields of a {cls.__name__.lower()}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Commit(_Record):
-    """A checkpoint that is committed or to be committed.
+    """A checkpoint that is committed or about to be.
 
-    It is the head in etcd, a part of the manifest, and what a worker resumes from.
+    The same record is the head in etcd, a part of the checkpoint's manifest, and what a worker resumes from.
 
     Attributes:
         step: steps trained in the state that the file holds.
-        epoch: the epoch the next step belongs to.
-        generation: the generation whose rank 0 wrote it.
+        epoch: the epoch that the next step belongs to.
+        generation: the generation whose rank 0 wrote the file.
         nonce: 16 hex digits, unique for this commit.
-        parent: the nonce of the commit before it in the history, "" for the first.
+        parent: the nonce of the commit before it in the history; "" for the first.
         directory: absolute path of the checkpoint directory, as `text.packed` writes it.
         file: name of the payload inside the directory, without any "/".
         digest: SHA-256 of the payload, 64 hex digits.
         size: bytes of the payload.
-        serial: larger than that of every checkpoint that its writer knew of.
-        node: the node whose rank 0 wrote it, which has the file if the directory is not shared; "" without an agent.
+        serial: larger than the serial of every checkpoint that its writer knew of.
+        node: the node whose rank 0 wrote the file, and which has the file if the directory is not shared; "" without an
+            agent.
         place: 16 hex digits that identify the directory in the run, the same on all nodes; "" if the run has only one.
-        total: steps that the run had trained by then, with all its directories; 0 if that is `step`.
-        root: the nonce of the first commit of the history; "" for that one itself.
+        total: steps that the run had trained by then, in all its directories; 0 if that number is `step`.
+        root: the nonce of the first commit of the history; "" for the first commit itself.
 
     Raises ValueError when a field does not have its form.
     """
@@ -125,17 +131,18 @@ class Commit(_Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A path of bytes that are not UTF-8 is longer in its packed form; the limit is on the bytes.
         if len(unpacked(self.directory).encode(errors="surrogateescape")) > PATH_BYTES_MAX:
             raise ValueError(f"field 'directory' of a commit: expected at most {PATH_BYTES_MAX} bytes")
 
     @property
     def history(self) -> str:
-        """The name of the history that it belongs to: of all that descends from one first commit."""
+        """The name of the history that this commit belongs to: of all commits that descend from the same first one."""
         return self.root or self.nonce
 
     @property
     def reached(self) -> int:
-        """The steps of the run, in all its loops."""
+        """The steps of the run at this commit, in all its loops."""
         return self.total or self.step
 
 
@@ -145,11 +152,11 @@ class Copy(_Record):
 
     Attributes:
         step: steps of the run, as in `Commit.reached`.
-        epoch: as in Commit.
+        epoch: as in `Commit`.
         size: bytes of the copy.
         digest: SHA-256 of the copy, 64 hex digits.
-        world_size: processes of the generation that took it.
-        place: as in Commit.
+        world_size: the number of ranks of the generation that took the copy.
+        place: as in `Commit`.
 
     Raises ValueError when a field does not have its form.
     """
@@ -165,12 +172,12 @@ class Copy(_Record):
 
 
 def _variable(variable: str, default: Any = MISSING) -> Any:
-    """A field of `WorkerEnv` with its variable."""
+    """A field of `WorkerEnv` that travels as the environment variable `variable`."""
     return field(default=default, metadata={"variable": variable})
 
 
 def _text(value: object) -> str:
-    """The text of a variable; the reverse of `_value`."""
+    """The text of a variable for a value of a field. The reverse of `_value`."""
     if value is None:
         return ""
     if isinstance(value, Commit | Copy):
@@ -196,35 +203,42 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 _NOTHING: dict[str, Any] = {"int": 0, "str": ""}
-"""What a field is, by its type, where there is no agent."""
+"""By type, the value of a required field in a process that no agent started."""
 
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """The settings of a worker, from its agent. Each field has its variable.
+    """The settings of a worker, from its agent. Each field travels as an environment variable.
 
-    `resume` is the head from which the generation resumes. With `copy` it resumes from that copy in memory instead,
-    which descends from `resume`.
+    Fields that are not listed mean what torchrun's variables of the same names mean. File descriptors are inherited by
+    the worker; -1 is none.
 
-    File descriptors are inherited; -1 is none: `channel_fd` (unix stream socket to the agent), `page_fd` (status page,
-    a memfd), `listen_fd` (global rank 0: a bound, listening TCP socket for the generation's store), `state_fd` (global
-    rank 0 with `copy`: its memfd).
-
-    `cause`: why the generation was made, in its leader's words.
-
-    `last_step`, `last_step_at_ns`: the newest step of this node's workers before the generation, and when it was done
-    (CLOCK_MONOTONIC); 0: they have made none, or it is not known.
-
-    `as_srun`: set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on.
-
-    `gpu`: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": it sees the GPUs of
-    its agent. `signals`: the names of those that make its agent leave, with commas.
-
-    `beside`: it sets up while others train, in a world of its own, and waits to be let in; rank and world size are then
-    what they would be, and `generation` is 0 until it has a seat.
-
-    `waits`: there are too few nodes, so this generation makes no step: its rank 0 saves, and all wait for the next one.
-    `has_agent`: false where no agent started this process. Then the other fields but `run_id` say nothing: 0, "", none.
+    Attributes:
+        attempt: the number of the run's attempt: a run that has ended may be started again.
+        generation: the number of the generation; 0 while the worker sets up `beside` the training.
+        nonce: 16 hex digits that name this generation even where numbers repeat, after etcd was replaced.
+        node: the node's name.
+        run_dir: the directory of the node's logs and events.
+        cause: why the generation was made, in the leader's words.
+        last_step: the newest step of this node's workers before the generation; 0: none, or not known.
+        last_step_at_ns: when `last_step` was done (CLOCK_MONOTONIC); 0 as above.
+        as_srun: whether to set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on.
+        has_agent: false in a process that no agent started. Then all other fields but `run_id` are empty: 0, "" or
+            none.
+        gpu: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": the worker sees
+            all GPUs of its agent.
+        signals: the names of the signals that make the agent leave the run, with commas.
+        beside: whether the worker sets up while others train, in a world of its own, and waits to be let in. Rank and
+            world size are then only what they are expected to be.
+        waits: whether the generation makes no step because there are too few nodes. Its rank 0 saves, and all workers
+            wait for the next generation.
+        error_file: where the worker writes its exception, in torchelastic's form.
+        resume: the head that the generation resumes from; None: from the beginning.
+        copy: the copy in memory that the generation resumes from instead. It descends from `resume`.
+        state_fd: the memfd with `copy`, at global rank 0.
+        channel_fd: the unix stream socket to the agent.
+        page_fd: the status page, a memfd.
+        listen_fd: a bound, listening TCP socket for the generation's store, at global rank 0.
     """
 
     rank: int = _variable("RANK")
@@ -270,9 +284,11 @@ class WorkerEnv:
         """The variables to set, on top of the user's own environment."""
         variables = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         variables |= {
+            # Torch numbers the GPUs in CUDA_VISIBLE_DEVICES from 0, and a worker with `gpu` sees no other.
             "LOCAL_RANK": 0 if self.gpu else self.local_rank,
             "ROLE_RANK": self.rank,
             "ROLE_WORLD_SIZE": self.world_size,
+            # Without a torchelastic agent's store, torch's `env://` has rank 0 host the store at MASTER_PORT.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if self.gpu:
@@ -305,6 +321,6 @@ class WorkerEnv:
 
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment for workers: all of it, without our credentials, etcd's settings and `HIDDEN`."""
+    """The environment that workers inherit: the user's, without our credentials, etcd's settings and `HIDDEN`."""
     kept = (name for name in env if name not in HIDDEN and not name.startswith(REMOVED_PREFIXES))
     return {name: env[name] for name in kept}

@@ -1,8 +1,8 @@
 """The messages between an agent, its worker parent and its workers. Pure values and their encoding.
 
-A message is one frozen dataclass, sent as one frame (`ipc.channel`): JSON, the class name under "kind". Unknown
-kinds, missing or extra fields are refused: both ends come from the same installation. The unions at the end of the
-kinds say which way they go.
+A message is one frozen dataclass, sent as one frame of `ipc.channel`: JSON, with the class name under "kind". Unknown
+kinds and missing or extra fields are refused, because both ends come from the same installation. The unions below the
+kinds say which kinds go in which direction.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ from typing import Any, get_args
 from elasticrt.ipc.typed import typed
 
 HANDED_OVER_CODE = 79
-"""Exit code of a forked worker that has left its loop to hand over, after its message `Left`."""
+"""The exit code of a forked worker that has left its loop for a handover, after its message `Left`."""
 
 FRAME_MAX_BYTES = 40 * 1024 * 1024
-"""A frame holds at most an environment and a command line. The kernel limits both together to 6 MiB, and JSON makes six
-bytes of a control character."""
+"""The largest frame. The largest message holds an environment and a command line: Linux limits both together to 6 MiB,
+and JSON writes a control character as six bytes."""
 
 ERRNO = "errno"
-"""The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
+"""In the data of an agent's refusal of `Own`: the errno with which the directory can't be taken."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start one worker.
+    """Start one worker. From the agent to the worker parent.
 
-    The descriptors named in `fd_names` travel with it, in this order: "stdout", "stderr" (write ends), "channel",
-    "page", "state" (global rank 0, if the generation resumes from a copy in memory), "listen" (global rank 0). The
-    parent writes their numbers into the worker's environment (ELASTICRT_CHANNEL_FD and so on). `env` is otherwise
-    complete. `generation` is that of the start; the worker may go on in later ones. Local rank 0 keeps stdin.
-    `command_kind` is as in `Command`.
+    The parent writes the numbers of the descriptors into the worker's environment (ELASTICRT_CHANNEL_FD and so on),
+    which `env` otherwise holds completely. Local rank 0 keeps stdin.
+
+    Attributes:
+        generation: the generation of the start. The worker may go on in later ones.
+        local_rank: the worker's number on this node.
+        command: the script, module or program, with its arguments.
+        command_kind: "script", "module" or "program".
+        env: the whole environment.
+        directory: the working directory.
+        fd_names: names of the descriptors that travel with the message, in this order: "stdout", "stderr" (write ends),
+            "channel", "page", "state" (global rank 0, if the generation resumes from a copy in memory), "listen"
+            (global rank 0).
     """
 
     generation: int
@@ -48,7 +56,7 @@ class Start:
 class Signal:
     """Send the signal `number` to the workers `local_ranks` that were started in `generation`.
 
-    SIGKILL goes to all processes of their sessions, any other signal only to the main ones.
+    SIGKILL goes to all processes of the workers' sessions, any other signal only to the worker processes themselves.
     """
 
     generation: int
@@ -58,7 +66,14 @@ class Signal:
 
 @dataclass(frozen=True)
 class Warm:
-    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason`: why it is not "fork"."""
+    """The worker parent is ready to start workers.
+
+    Attributes:
+        pid: the parent's process id.
+        method: "fork" or "exec": how it starts workers.
+        reason: why `method` is not "fork"; "" if it is.
+        import_s: seconds that the imports took.
+    """
 
     pid: int
     method: str
@@ -68,7 +83,7 @@ class Warm:
 
 @dataclass(frozen=True)
 class Started:
-    """The worker runs under `pid`; `at_ns` is CLOCK_MONOTONIC."""
+    """The worker runs under `pid` since `at_ns` (CLOCK_MONOTONIC)."""
 
     generation: int
     local_rank: int
@@ -80,7 +95,9 @@ class Started:
 class Exited:
     """The worker and all processes of its session have ended.
 
-    `code` is the exit code, or minus the signal number. `error` is set if the worker could not be started.
+    Attributes:
+        code: the exit code, or minus the signal number.
+        error: why the worker could not be started; "" if it was.
     """
 
     generation: int
@@ -92,10 +109,17 @@ class Exited:
 
 @dataclass(frozen=True)
 class Step:
-    """A worker with a Loop has finished global step `step`. The first of a generation is sent at once, then <= 4/s.
+    """A worker with a Loop has finished a step.
 
-    `at_ns` is CLOCK_MONOTONIC at the end of the step; `resumed_from` is the step the generation started from.
-    `scalars` are the user's, as of this step.
+    The first step of a generation is sent at once, later ones at most 4 times a second.
+
+    Attributes:
+        step: the step, counted over the whole run.
+        epoch: its epoch, from 0.
+        at_ns: when it ended (CLOCK_MONOTONIC).
+        resumed_from: the step that the generation started from.
+        first: whether it is this worker's first step of the generation.
+        scalars: the user's numbers (`loop.report`) as of this step.
     """
 
     step: int
@@ -108,11 +132,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Save:
-    """Rank 0 asks for a fenced commit of a file that is already durable. Answered by Reply.
+    """Rank 0 asks for a fenced commit of a file that is durable already. Answered by Reply.
 
-    `replaces` is the nonce of the head that this worker knows ("" for none). If another head is recorded, the commit is
-    refused. `commit.parent` differs from it only when the run went back to an ancestor of a damaged head. `beside`: the
-    head is that of the commit's directory only, because a Loop saves the run.
+    Attributes:
+        request: the number of the request, which the Reply repeats.
+        commit: the fields of the `Commit`.
+        replaces: the nonce of the head that this worker knows; "" for none. If another head is recorded, the commit is
+            refused. `commit.parent` differs from `replaces` only after the run went back to an ancestor of a damaged
+            head.
+        beside: whether the commit is the head of its directory only, because a Loop saves the run.
     """
 
     request: int
@@ -125,8 +153,8 @@ class Save:
 class Own:
     """Ask for the newest commit of a checkpoint directory, and with `take` for the right to save there.
 
-    Answered by Reply: `data["head"]` has the commit, if there is one. A refusal is "taken" if a live run saves there;
-    after another one the request may be repeated. `place` is the directory's, as in Commit.
+    Answered by Reply: `data["head"]` has the commit, if there is one. The refusal "taken" means that another live run
+    saves there. After any other refusal the request may be repeated. `place` identifies the directory, as in `Commit`.
     """
 
     request: int
@@ -137,10 +165,10 @@ class Own:
 
 @dataclass(frozen=True)
 class Claim:
-    """Ask to build `name` for all nodes that share the directory. Answered by Reply.
+    """Ask for the right to build the data set `name` for all nodes that share the directory. Answered by Reply.
 
-    Reply.ok means: build. Else the refusal is "done", "failed" with the builder's error, "wait" with the builder's
-    node, or "unsure". After the last two, another Claim follows.
+    `Reply.ok` means: build. Otherwise the refusal is "done"; "failed", with the builder's error; "wait", with the
+    builder's node; or "unsure". After "wait" and "unsure" the worker sends another Claim.
     """
 
     request: int
@@ -150,9 +178,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Built:
-    """The claimed preparation is in place (renamed, synced). Answered by Reply.
+    """The claimed data set is in place (renamed, synced). Answered by Reply.
 
-    With `error`, the user's build function has raised it, and all workers that wait for `name` fail with it.
+    With an `error`, which the user's build function raised, all workers that wait for `name` fail with this error.
     """
 
     request: int
@@ -163,18 +191,20 @@ class Built:
 
 @dataclass(frozen=True)
 class Done:
-    """The script has ended with `code` and this process lingers (it holds the group's store) until Release."""
+    """The script has ended with `code`, and this process stays until Release because it hosts the group's store."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class Left:
-    """The worker has left `generation`. It waits for another seat, or leaves its loop.
+    """The worker has left `generation`, and waits for another seat or leaves its loop.
 
-    Without `error` it has stopped after `step` of the run, as agreed; if it leaves its loop, local rank 0 has sent
-    Copied first. With `error` it has lost its group, in the step after `step`. `generation` 0: it has set up beside the
-    training.
+    Attributes:
+        generation: the generation; 0 for a worker that has set up beside the training.
+        step: without an `error`, the step after which it stopped as agreed. A worker that leaves its loop then sends a
+            Copied first if it is local rank 0. With an `error`, the last step that it finished.
+        error: why it has lost its process group; "" if it has not.
     """
 
     generation: int
@@ -184,10 +214,15 @@ class Left:
 
 @dataclass(frozen=True)
 class Copied:
-    """A worker has a copy of its state as of `step` of the run. The memory file that holds it travels with this.
+    """A worker has copied its state as of `step` of the run. The memory file with the copy travels with this message.
 
-    The file has `size` bytes with SHA-256 `digest`. `place` is the loop's directory, as in Commit. `request` is not 0
-    where this process ends, which waits until the agent has the copy.
+    Attributes:
+        step: steps of the run in the state.
+        epoch: the epoch that the next step belongs to.
+        size: bytes of the file.
+        digest: SHA-256 of the file, 64 hex digits.
+        place: the loop's checkpoint directory, as in `Commit`.
+        request: not 0 if this process ends, and waits for the Reply that says that the agent has the copy.
     """
 
     step: int
@@ -208,18 +243,22 @@ class Unsaved:
 
 @dataclass(frozen=True)
 class Damaged:
-    """The copy in this node's memory is damaged: this worker fails, and no other may use the copy."""
+    """The copy in this node's memory is damaged. This worker fails, and no other may use the copy."""
 
 
 @dataclass(frozen=True)
 class Reply:
     """The answer to the request of the same number.
 
-    `refusal` is for the worker, `reason` for people. "unsure": etcd did not answer, so the request may have taken
-    effect, or the node's lease has ended; it may be repeated. "blocked": etcd takes no writes now, a save not
-    either. "taken": the `reason` is another live run, which saves to the directory. "over": the generation of a save is
-    over, and whoever has that state in the next one saves it again.
-    "" where nothing else follows from it.
+    Attributes:
+        request: the number of the request.
+        ok: whether it was granted.
+        reason: why not, for people.
+        data: what was asked for.
+        refusal: what follows for the worker; "" if nothing special does. "unsure": etcd did not answer, so the request
+            may have taken effect, or the node's lease has ended; repeat the request. "blocked": etcd accepts no writes
+            now, not even a save. "taken": another live run saves to the directory; `reason` names it. "over": the
+            generation of a save is over; a rank that has this state in the next generation saves it again.
     """
 
     request: int
@@ -231,10 +270,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Reseat:
-    """The worker goes on in another generation: it leaves its group at once, and joins the new one.
+    """The worker goes on in another generation: it leaves its process group at once, and joins the new one.
 
-    `env`: the variables of its new seat (`WorkerEnv.to_env`); its descriptors stay. For global rank 0, the listening
-    socket of the new generation's store travels with this.
+    `env` has the variables of the new seat (`WorkerEnv.to_env`); the worker's descriptors stay. For global rank 0 the
+    listening socket of the new generation's store travels with this message.
     """
 
     env: dict[str, str]
@@ -242,7 +281,7 @@ class Reseat:
 
 @dataclass(frozen=True)
 class Release:
-    """The worker may end: it gets no other seat, or the group whose store it holds has ended."""
+    """The worker may end: it gets no other seat, or the group whose store it hosts has ended."""
 
 
 @dataclass(frozen=True)
@@ -250,12 +289,12 @@ class Look:
     """Steps stand still: the worker writes its stack, `begun` and `flights` on its status page."""
 
 
-# From a worker, each answered by a Reply, as a Copied with a number is.
+# From a worker. Each of these is answered by a Reply, as is a Copied with a request number.
 Request = Save | Own | Claim | Built
 FromWorker = Step | Copied | Unsaved | Damaged | Left | Done | Request
 FromParent = Warm | Started | Exited
-# The others come from the agent: to the worker parent Start and Signal (a closed channel means "end"), to a worker the
-# rest.
+# The agent sends the other kinds: Start and Signal to the worker parent (to which a closed channel means "end"), all
+# others to workers.
 Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -264,7 +303,8 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message
 def encode(message: Message) -> bytes:
     """The message as JSON. Raises ValueError when it is larger than a frame may be."""
     fields = {"kind": type(message).__name__, **asdict(message)}
-    # Paths and arguments may have bytes that are not UTF-8, as surrogates. They arrive unchanged.
+    # Paths and arguments may contain bytes that are not UTF-8. Python holds these as surrogates, which plain UTF-8
+    # refuses.
     data = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     if len(data) > FRAME_MAX_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes; expected <= {FRAME_MAX_BYTES}")
@@ -276,7 +316,7 @@ def decode(data: bytes) -> Message:
     try:
         fields = json.loads(data)
         message: Message = typed(_KINDS[fields.pop("kind")], fields)
-    # A recursion error is how JSON that is nested too deeply ends.
+    # JSON that is nested too deeply raises RecursionError.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
     return message

@@ -1,8 +1,8 @@
-"""Processes, their sessions, signals and sockets, and devices, as Linux shows them in /proc and /dev.
+"""Processes, sessions, signals, sockets and devices, as Linux shows them in /proc and /dev.
 
-Every worker leads its own session, so that what it has started is found by its session id. A process that has detached
-itself from the session (a double fork) becomes a child of the worker parent, which is a subreaper. Standard library
-only, because this also runs without torch.
+Every worker leads a session of its own, so that the processes it has started are found by their session id. A process
+that detaches itself from the session (a double fork) becomes a child of the worker parent, which is a subreaper. This
+file uses the standard library only, because it also runs without torch.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from pathlib import Path
 from elasticrt.ipc.leash import LIBC
 
 PF_EXITING = 0x4
-"""The kernel's flag of a process that ends. Its files are closed then one by one, and its memory is given back."""
+"""The kernel's flag of a process that is exiting. Its files are closed one by one, and its memory is given back."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
-"""By machine. The C library has a function for it only since glibc 2.30."""
+"""The number of the system call `tgkill`, by machine. glibc has a function for it only since 2.30."""
 
+# Expected: the process has ended, or it belongs to another user (set-uid).
 _GONE = (errno.ESRCH, errno.EPERM)
 
 
 @dataclass(frozen=True)
 class Stat:
-    """One process.
+    """One process, from /proc/PID/stat.
 
     Attributes:
         state: the kernel's letter: R, S, D, T, Z and so on.
-        parent: its parent's pid.
-        ticks: processor time, with that of its children that were reaped, in units of SC_CLK_TCK.
-        start: when it started, in ticks since boot. Pid and start together are never used again.
-        leaving: how it ends, as `os.waitpid` will tell; 0 while it lives, for success, and where it is not shown.
+        parent: the parent's pid.
+        ticks: processor time in units of SC_CLK_TCK, with the time of reaped children.
+        start: when the process started, in ticks since boot. A pair of pid and start never occurs again.
+        leaving: for a process that is exiting, its status as `os.waitpid` will return it. 0 while it lives, after a
+            success, and where the kernel does not show it.
     """
 
     state: str
@@ -52,16 +54,19 @@ class Stat:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, and has not been reaped."""
+        """Whether it has ended (and, for "Z", waits to be reaped)."""
         return self.state in ("Z", "X")
 
 
 def machine() -> str:
-    """An identity that processes share if they see each other in /proc, and have the same monotonic clock, until it
-    boots; a random one if it is not known."""
+    """The name of this machine or container, until it reboots; a random one if /proc does not tell.
+
+    Two processes share the name if they see each other in /proc and have the same monotonic clock.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        times = Path("/proc/self/ns/time")  # Linux 5.6 or later.
+        # Time namespaces, which can shift the monotonic clock, exist since Linux 5.6.
+        times = Path("/proc/self/ns/time")
         spaces = [Path("/proc/self/ns/pid").readlink(), *([times.readlink()] if times.is_symlink() else [])]
         return " ".join([boot, *map(str, spaces)])
     except OSError:
@@ -78,13 +83,14 @@ def text_of(path: Path, most: int = -1) -> str:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """The state of process `pid`; None if there is none."""
+    """What the kernel says of process `pid`; None if there is none."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The name in parentheses may have spaces and parentheses. The fields start after the last one.
+    # The command name in parentheses may contain spaces and parentheses. The other fields start after the last one.
     fields = data[data.rindex(b")") + 2 :].split()
+    # `fields` begins with field 3 of proc(5): these are 9 (flags) and 52 (exit_code).
     leaving = int(fields[49]) if int(fields[6]) & PF_EXITING else 0
     return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]), leaving)
 
@@ -102,7 +108,7 @@ def start_of(pid: int) -> int:
 
 
 def gpus() -> int:
-    """How many GPUs of NVIDIA's this machine shows, by their device files: without a driver's library, or torch."""
+    """The number of NVIDIA GPUs of this machine, counted by their device files, without torch or a driver's library."""
     return sum(each.name[6:].isdigit() for each in Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -112,13 +118,14 @@ def all_pids() -> list[int]:
 
 
 def sockets_of(pid: int | str = "self") -> dict[int, str]:
-    """The name of each socket of process `pid` (this one), by descriptor, with those that a library has opened.
+    """The sockets of process `pid` (by default this one): names by descriptor, with those that a library has opened.
 
-    The name has the inode, because descriptors are used again. Raises OSError when the process has ended.
+    The name contains the inode, because descriptors are used again. Raises OSError when the process has ended.
     """
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError):  # It is closed by now, as the listing's own is.
+        # A descriptor may be closed by now, as the one of the listing itself is.
+        with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115  As above.
             if target.startswith("socket:"):
                 found[int(name)] = target
@@ -126,7 +133,7 @@ def sockets_of(pid: int | str = "self") -> dict[int, str]:
 
 
 def is_open_socket(fd: int, name: str) -> bool:
-    """Whether `fd` still is the socket that `sockets_of` has called `name`."""
+    """Whether `fd` still is the socket that `sockets_of` named `name`."""
     try:
         return f"socket:[{os.fstat(fd).st_ino}]" == name
     except OSError:
@@ -139,21 +146,22 @@ def is_connection(each: socket.socket) -> bool:
 
 
 def ports_of(fd: int) -> tuple[int, ...]:
-    """The own and the peer's port of the TCP connection behind `fd`; none for anything else, or if it is closed now."""
+    """The local and the remote port of the TCP connection behind `fd`; empty for anything else, or if it is closed."""
     ends = ends_of(fd)
     return tuple(int.from_bytes(each[2:4], "big") for each in ends) if len(ends) > 1 else ()
 
 
 SO_PEERNAME = 28
-"""Linux's option of a socket. Unlike `getpeername`, it also says where one is still connecting to."""
+"""A socket option of Linux. Unlike `getpeername` it also tells the peer of a connection that is still being made."""
 
+# How many bytes of a `sockaddr` hold family, port and host; an IPv6 one has its flow information in between.
 _END_BYTES: dict[int, int] = {socket.AF_INET: 8, socket.AF_INET6: 24}
 
 
 def ends_of(fd: int) -> list[bytes]:
-    """The own and the peer's address of the TCP socket behind `fd`, as `end_in` gives them.
+    """The local and the remote address of the TCP socket behind `fd`, as `end_in` returns addresses.
 
-    One that listens has its own alone. None for anything else, or if it is closed now.
+    Only the local one for a listening socket; none for anything else, and if it is closed by now.
     """
     ends = []
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
@@ -172,25 +180,27 @@ def _end(family: int, host: str, port: int) -> bytes:
 
 
 def end_in(address: bytes) -> bytes:
-    """Family, port and host of C's `sockaddr`; b"" if it is not one of TCP."""
+    """Family, port and host in C's `sockaddr`, as bytes that can be compared; b"" if it is not an address of TCP."""
     size = _END_BYTES.get(int.from_bytes(address[:2], sys.byteorder), 0)
     return address[:size] if len(address) >= size else b""
 
 
 def listens(each: socket.socket) -> bool:
-    """Whether `each` is a TCP socket that others can connect to."""
+    """Whether `each` is a TCP socket that listens."""
     return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def listening(address: str, port: int = 0, backlog: int | None = None) -> socket.socket:
-    """A socket that listens at an `address` of this machine; without a `port` at a free one. Raises OSError.
+    """A socket that listens at `address` of this machine, at a free port if `port` is 0. Raises OSError.
 
-    Connections that fade away from a server before are no obstacle.
+    Connections of an earlier server that linger in TIME_WAIT do not matter: Python sets SO_REUSEADDR.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=backlog)
     except OSError as error:
+        # Python adds "(while attempting to bind on address ...)" to the text, and our messages name the address
+        # themselves.
         raise OSError(error.errno, str(error.strerror or error).partition(" (while ")[0]) from None
 
 
@@ -199,20 +209,25 @@ def _is_tcp(each: socket.socket) -> bool:
 
 
 RETRANSMISSIONS_MIN = 3
-"""The kernel retransmits after 0.2 s, 0.4 s, 0.8 s and so on: three times are 1.4 s of silence."""
+"""A peer counts as unreachable after this many retransmissions. The kernel retransmits after 0.2 s, 0.4 s, 0.8 s and so
+on, so three mean 1.4 s of silence."""
 
 
 def unacknowledged(pid: int) -> list[str]:
-    """The addresses that do not acknowledge the TCP data of process `pid`; none if that is not known.
+    """The remote addresses that do not acknowledge TCP data of process `pid`; none if that is not known.
 
-    A stopped or dead process on a live machine is not among them: its kernel acknowledges, or refuses.
+    A stopped or dead process on a live machine is not among them: its kernel acknowledges the data, or refuses the
+    connection.
     """
     mine: set[str] = set()
     lines: list[list[str]] = []
-    with contextlib.suppress(OSError):  # The process has ended, or there is no IPv6.
+    # The process may have ended, and there may be no IPv6.
+    with contextlib.suppress(OSError):
         mine = set(sockets_of(pid).values())
         for name in ("tcp", "tcp6"):
             lines += [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    # The columns: 2 the remote address; 5 the timer, of which 01 is the one that retransmits; 6 retransmissions so far;
+    # 9 the socket's inode.
     found = {
         _address(line[2].partition(":")[0])
         for line in lines
@@ -222,35 +237,36 @@ def unacknowledged(pid: int) -> list[str]:
 
 
 def _address(digits: str) -> str:
-    """The IP address in /proc/net's `digits`: words of four bytes in the machine's order."""
+    """The IP address in the hexadecimal `digits` of /proc/net: words of four bytes in the machine's byte order."""
     raw = b"".join(int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8))
     address = ipaddress.ip_address(raw)
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def in_sessions(session_ids: Collection[int]) -> dict[int, Stat]:
-    """The processes in the sessions `session_ids` by process id, with those that have ended and were not reaped."""
+    """The processes in the sessions `session_ids` by pid, including ended ones that were not reaped."""
     found = {}
     for pid in all_pids() if session_ids else ():
-        with contextlib.suppress(OSError):  # It ended while we looked.
+        # A process may end while we look.
+        with contextlib.suppress(OSError):
             if os.getsid(pid) in session_ids and (shown := stat(pid)) is not None:
                 found[pid] = shown
     return found
 
 
 def cpu_s(sessions: Iterable[int]) -> float:
-    """Seconds of processor time of all processes in these sessions, with their children that were reaped."""
+    """Processor time of all processes in these sessions and their reaped children, in seconds."""
     return sum(each.ticks for each in in_sessions(set(sessions)).values()) / os.sysconf("SC_CLK_TCK")
 
 
 def members(session_ids: Collection[int]) -> list[int]:
-    """The processes in these sessions, without ended ones that another process has to reap."""
+    """The pids in these sessions, without ended processes that are another process's to reap."""
     me = os.getpid()
     return [pid for pid, each in in_sessions(session_ids).items() if not each.ended or each.parent == me]
 
 
 def children() -> dict[int, Stat]:
-    """The child processes of this one by process id, with ended ones that it has not reaped."""
+    """The children of this process by pid, including ended ones that were not reaped."""
     me = os.getpid()
     return {pid: found for pid in all_pids() if (found := stat(pid)) is not None and found.parent == me}
 
@@ -264,7 +280,7 @@ def kill(pid: int, number: int) -> None:
 def signal_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process, unless it has ended or belongs to another user.
 
-    A signal to the process goes to any other thread while another signal is on its way to the main one.
+    A signal to the process may be taken by any other thread, while another signal is pending for the main thread.
     """
     machine = os.uname().machine
     if machine not in _SYS_TGKILL:
@@ -275,7 +291,8 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 def kill_sessions(session_ids: Collection[int]) -> None:
     """Kill all processes of these sessions."""
-    # The leaders' process groups first, each in one step: they cannot fork away from a list of their members.
+    # The process groups of the leaders come first. Each is killed in one step, so its members cannot fork away from a
+    # list.
     for session_id in session_ids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(session_id, signal.SIGKILL)
@@ -284,6 +301,6 @@ def kill_sessions(session_ids: Collection[int]) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the one that orphaned descendants are handed to. OSError when the kernel refuses."""
+    """Make this process the subreaper of its descendants: their orphans become its children. Raises OSError."""
     if LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

@@ -405,7 +405,7 @@ class Story:
 
     @property
     def slow(self) -> events.Straggler | None:
-        """The finding about the node that is slow now, from the newest generation; None: no node is known to be slow."""
+        """The finding about the node that is slow now, in the newest generation; None: no node is known to be slow."""
         at, event = self.slows[-1] if self.slows else (0.0, None)
         now = event is not None and event.slow and self.chapter is not None and at >= self.chapter.begin
         return event if now else None
