@@ -1,4 +1,4 @@
-"""What the dashboard shows of a run, as JSON values, from its story. Pure."""
+"""The values that the dashboard shows of a run, as JSON, from the run's story. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ COLOURS = dict(
         strict=True,
     )
 )  # fmt: skip
-"""These can be told apart on white and on black."""
+"""A colour for each bucket. They can be told apart on white and on black."""
 
+# How much a page shows, so that its size does not grow with the run.
 NODES_SHOWN = 40
 POINTS_SHOWN = 400
 RANKS_SHOWN = 64
 SENTENCES_SHOWN = 60
 
 PIECES_SHOWN = 200
-"""A ribbon of a long run has so many pieces of time, each with its buckets."""
+"""How many pieces a ribbon of a long run has, each divided between its buckets."""
 
 
 def board(story: Story, now: float) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 
 
 def _nodes(story: Story) -> list[dict[str, str]]:
-    """Each node with its state, those that train first."""
+    """Each node with its state and ranks, those with a seat first."""
     chapter, alive, found = story.chapter, story.alive(), []
     seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated()}
     blamed = story.stand.culprit.nodes if story.stand is not None else None

@@ -1,7 +1,7 @@
-"""When to print a change of membership, and in which sentence. Pure.
+"""Decides when to print a change of membership, and as which sentence. Pure.
 
-A change is printed when its cost is known, or when that takes too long. The sentence comes from the run's story alone,
-so the agents' terminals and `simulate` print the same.
+A change is printed when its cost is known, or when waiting for the cost takes too long. The sentences depend on the
+run's story alone, so the agents' terminals and `simulate` print the same.
 """
 
 from __future__ import annotations
@@ -11,33 +11,37 @@ from elasticrt.story import sentences
 from elasticrt.story.fold import Chapter, Story
 
 COST_COMPLETE_S = 1.0
-"""How long a sentence waits for the first steps of the other nodes."""
+"""How long a sentence waits for the first steps of the other nodes, after the first one."""
 
 COST_NONE_S = 3.0
-"""How long it waits for any first step. After that it comes without the cost, which follows by itself."""
+"""How long a sentence waits for any first step. Then it is printed without the cost, which is printed by itself later.
+"""
 
 Told = tuple[Chapter, str]
-"""A generation and a sentence about it."""
+"""A generation, and a sentence about it."""
 
 
 class Changes:
-    """The sentences about the generations of one story.
+    """The sentences about the generations of a story.
 
     Args:
-        story: gets all events from here.
-        whole: whether these are the events of all nodes, or of one.
+        story: this object feeds it; nothing else may.
+        whole: whether it gets the events of all nodes, and not of one.
     """
 
     def __init__(self, story: Story, *, whole: bool) -> None:
         self._story = story
         self._whole = whole
-        self._announced = self._costed = 0  # The newest generations whose sentence, or cost, was printed.
+        # The numbers of the newest generations whose sentence, and whose cost, was printed.
+        self._announced = self._costed = 0
 
     def tell(self, record: events.Record) -> list[Told]:
-        """Fold an event into the story. Returns the sentences that are due now."""
+        """Fold `record` into the story. Returns the sentences that are due now."""
         story, before = self._story, self._story.chapter
         said: list[Told] = []
         story.tell(record)
+        # A newer generation ends the wait for the one before. Its sentence is printed if nothing was printed, or its
+        # cost known.
         chapter = story.chapter
         if before is not None and before is not chapter and before.number > self._costed:
             said += [self._announce(before)] if before.reported or before.number > self._announced else []
@@ -54,7 +58,7 @@ class Changes:
         return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
 
     def due(self) -> float | None:
-        """When `tick` will have a sentence, if there is no event until then."""
+        """When `tick` will return a sentence if no event comes before; None: never."""
         chapter = self._story.chapter
         if chapter is None or chapter.number <= self._costed:
             return None
@@ -63,7 +67,7 @@ class Changes:
         return chapter.begin + COST_NONE_S if chapter.number > self._announced else None
 
     def _announce(self, chapter: Chapter) -> Told:
-        """The sentence of a generation, with its cost if that is known; the cost alone if it comes late."""
+        """The sentence of a generation, with its cost if known. If the sentence was printed before, only the cost."""
         first = chapter is self._story.chapters[0]
         name = f"generation {chapter.number}: "
         parts = [] if chapter.number <= self._announced else [sentences.beginning(chapter, first=first)]

@@ -1,8 +1,8 @@
-"""The times of events, in seconds since 1970. Pure.
+"""Computes when events happened, in seconds since 1970. Pure.
 
-Within one machine they follow its monotonic clock, so they stay in order when the wall clock is set. Machines are
-compared by the wall clock that each had at its first event. Where these disagree, generations tell by how much: all
-nodes of one begin it, and make its first step, in the same moment.
+Within one machine, times follow the monotonic clock, so they stay in order when the wall clock is set. Machines are
+compared by the wall clock that each had at its first event. If the wall clocks of machines disagree, generations show
+by how much: all nodes of a generation begin it, and make its first step, at almost the same moment.
 """
 
 from __future__ import annotations
@@ -14,38 +14,42 @@ from typing import NamedTuple
 from elasticrt import events
 
 APART_S = 2.0
-"""Wall clocks that differ by less tell more than generations, which a node may begin somewhat later than others."""
+"""Differences of wall clocks below this are not corrected: a node may begin a generation somewhat later than the
+others."""
 
 _Key = tuple[object, ...]
-"""What all nodes tell alike of a generation, and of its first step."""
+"""What all nodes write alike about a generation, and about its first step: it tells which events belong together."""
 
 
 class _Begun(NamedTuple):
-    """A node has begun a generation, stands by, or has made its first step."""
+    """An event that all nodes have: this node begins a generation, stands by, or has made its first step."""
 
     node: str
     machine: str
     at: float  # By the machine's wall clock.
-    nodes: tuple[str, ...]  # Of the generation.
+    nodes: tuple[str, ...]  # The generation's nodes.
 
 
 class Clocks:
-    """Converts the times of events.
+    """Converts the times of events to seconds since 1970.
 
     Args:
-        behind: by how many seconds the wall clocks of machines are behind those of most others.
+        behind: by machine, how many seconds its wall clock is behind those of most others.
     """
 
     def __init__(self, behind: Mapping[str, float]) -> None:
         self.machines: dict[str, str] = {}  # By node.
         self._behind = behind
-        self._zeros: dict[str, float] = {}  # What each machine's monotonic clock counts from.
-        self._newest: dict[str, events.Generation] = {}  # What each agent has told of last, by node.
+        # By machine, the wall clock's time at which its monotonic clock was 0.
+        self._zeros: dict[str, float] = {}
+        # By node, the newest generation that its agent has written of.
+        self._newest: dict[str, events.Generation] = {}
         self._begun: dict[_Key, list[_Begun]] = {}
-        self._heard = False  # Whether another generation was told since `disagree` was asked.
+        # Whether a generation was noted since `disagree` was last called.
+        self._heard = False
 
     def when(self, record: events.Record) -> float:
-        """When `record` happened. Ask for the records of one node in the order in which they were written."""
+        """When `record` happened. Ask for a node's records in the order in which they were written."""
         if isinstance(record.event, events.AgentStarted) and record.event.machine:
             self.machines[record.node] = record.event.machine
         machine = self._machine(record.node)
@@ -53,12 +57,13 @@ class Clocks:
         return zero + record.at + self._behind.get(machine, 0.0)
 
     def tell(self, record: events.Record) -> None:
-        """Take note of `record`, for `disagree`. Its time was asked for before."""
+        """Note what `record` says about clocks, for `disagree`. Call `when` for the record first."""
         event, node = record.event, record.node
         if isinstance(event, events.AgentStarted):
             self._newest.pop(node, None)
         elif isinstance(event, events.Generation):
-            late = node not in self._newest and isinstance(event, events.StandsBy)  # It has begun before the agent.
+            # A standby agent first writes of a generation that had begun before the agent started.
+            late = node not in self._newest and isinstance(event, events.StandsBy)
             self._newest[node] = event
             if not late:
                 self._note(event, record)
@@ -73,7 +78,7 @@ class Clocks:
         self._heard = True
 
     def disagree(self) -> Mapping[str, float] | None:
-        """The `behind` of other Clocks, where these turn out to be wrong; None: they are not."""
+        """The `behind` of Clocks that fit the events better than these; None: these fit."""
         if not self._heard or len(self._zeros) == 1:
             return None
         self._heard = False
@@ -90,16 +95,22 @@ class Clocks:
 
 
 def _one_generation(begun: list[_Begun]) -> Iterator[_Begun]:
-    """Those that have begun the same generation. Where etcd was replaced another one may look like it."""
-    most = frozenset(max(begun, key=lambda each: len(each.nodes)).nodes)  # Of a large one most nodes know only some.
+    """The events of one generation; none if two generations look alike, as after a loss of etcd."""
+    # In a large generation most nodes know only some of its nodes, so take the longest list.
+    most = frozenset(max(begun, key=lambda each: len(each.nodes)).nodes)
     alike = [each for each in begun if most.issuperset(each.nodes[:1])]
     return iter(alike if len({each.node for each in alike}) == len(alike) else ())
 
 
 def _behind(told: Mapping[str, Mapping[_Key, float]]) -> dict[str, float]:
-    """By how many seconds each machine's wall clock is behind those of most, by when each has `told` of what.
+    """How many seconds each machine's wall clock is behind those of most machines.
 
-    Machines that share no generation, not even with the same third one, are not compared.
+    The idea: machines join a group one after the other, each shifted so that the events it shares with the group
+    coincide in the median. Within a group, the median of the shifts is the truth. Machines that share no generation,
+    not even by way of a third machine, are not compared.
+
+    Args:
+        told: by machine, the wall-clock time of each event.
     """
     behind, times, left = list[dict[str, float]](), dict[_Key, float](), list(told)
     while left:
@@ -108,7 +119,8 @@ def _behind(told: Mapping[str, Mapping[_Key, float]]) -> dict[str, float]:
         apart = [times[key] - at for key, at in told[machine].items() if key in times]
         if not apart:
             behind.append({})
-        # Where one is near, the clocks agree, and a node was late at the others.
+        # If one shared event is nearly simultaneous, the clocks agree, and the node was merely late at the other
+        # events.
         shift = median(apart) if apart and min(map(abs, apart)) > APART_S else 0.0
         behind[-1][machine] = shift
         times |= {key: at + shift for key, at in told[machine].items()}

@@ -13,17 +13,26 @@ from elasticrt.story.fold import Chapter, Story
 from elasticrt.story.sentences import gap_told, happened, made, pace, seconds, slow, state, to_go_on, unsaved
 
 NODES_SHOWN = 4
-"""More nodes share one column."""
+"""With more nodes than this, all nodes share one column of the time table."""
 
+# How many phases of a pause are shown, and the shortest one that is.
 PHASES_SHOWN = 3
 PHASE_S_MIN = 0.005
+# How many different failures of a node are shown.
 FAILURES_SHOWN = 3
+# The width of a column with causes.
 CAUSE_SHOWN = 72
+# The width of a line, and the indent of its continuation: that of a date.
 LINE_SHOWN, DATE_WIDTH = 120, 21
 
 
 def report(story: Story, now: float | None = None) -> list[str]:
-    """The whole report. `now`: the present, for a run that goes on."""
+    """The whole report.
+
+    Args:
+        story: of the run.
+        now: the present, for a run that goes on; None: it has ended. The same in all functions below.
+    """
     return [*head(story, now), "", *body(story, now)]
 
 
@@ -33,12 +42,13 @@ def head(story: Story, now: float | None = None) -> list[str]:
     gone = sorted(story.told_by.difference(story.alive())) if now is not None else []
     told = f"; {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}{told}"]
-    remedy = to_go_on(story) if story.result is not None else ""  # Else the state has it.
+    # Without a result, `state` says how to go on.
+    remedy = to_go_on(story) if story.result is not None else ""
     return [*lines, *sums(story, now), *([remedy] if remedy else [])]
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """A slow node that is known, how far the run came, its goodput, what changes have cost, what is not known."""
+    """A slow node, how far the run came, its goodput, what changes cost, outages of etcd, gaps in the events."""
     found = slow(story.slow) if story.slow is not None and now is not None else ""
     told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now))
     return [*filter(None, told), *map(gap_told, story.gaps)]
@@ -60,7 +70,7 @@ def body(story: Story, now: float | None = None) -> list[str]:
 
 
 def outages(story: Story, now: float | None = None) -> str:
-    """For how long etcd did not answer; "" where it always did."""
+    """For how long etcd did not answer; "" if it always did."""
     times = story.times_without_etcd(now)
     often = "once" if len(times) == 1 else counted(len(times), "time")
     total_s = sum(end - begin for begin, end in times)
@@ -70,36 +80,39 @@ def outages(story: Story, now: float | None = None) -> str:
 
 
 def paces(story: Story, now: float | None = None) -> str:
-    """The number of steps, their speed, and the newest checkpoint. See `speed`."""
+    """The number of steps, their speed (see `speed`), and the newest checkpoint."""
     if not story.counts:
         return "steps are not counted: the script has no Loop"
     text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
-    # A node without a seat knows numbers of an earlier generation, beside the newest step.
+    # A node without a seat knows only the scalars of an earlier generation, which would stand beside the newest step.
     if story.scalars and story.chapter is not None and not story.told_by.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     none = "" if story.elsewhere() or story.untold() else "; no checkpoint"
     newest = "newest checkpoint" + (" told of" if story.untold() else "")
     text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else none
-    # The script has ended inside its loop. Who saves elsewhere may have saved more.
+    # The script ended inside its loop. A node with a run directory of its own may have saved more.
     if story.succeeded and 0 < story.checkpoint < story.newest and not (story.elsewhere() or story.untold()):
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 
 
 def speed(story: Story, now: float | None = None) -> str:
-    """`12.3 steps/s`: lately, in a run that goes on at `now`, else from its first step to its last; "": not known."""
+    """`12.3 steps/s`; "" if not known.
+
+    For a run that goes on at `now` the present speed, otherwise that between its first and its last step.
+    """
     if now is not None:
         return pace(story, now)
     first = story.last_step_at if story.first_step_at is None else story.first_step_at
-    # Without the time in which no agent ran.
+    # Without the time in which no agent ran: it has no span.
     took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
-    # The last steps may be known by their commit alone.
+    # Steps after the last reported one, known only by a commit, lie outside of `took_s`.
     steps = made(story) - max(0, story.checkpoint - story.newest)
     return f"{(steps - 1) / took_s:.1f} steps/s" if took_s > 0 and steps > 1 else ""
 
 
 def worth(story: Story, now: float | None = None) -> str:
-    """The goodput, and the buckets with most of the other time; "" for a run that has done nothing."""
+    """The goodput, and the buckets with most of the other time; "" for a run that has trained nothing."""
     spent = totals(story.spans(now))
     if TRAIN not in spent and not made(story):
         return ""
@@ -110,10 +123,11 @@ def worth(story: Story, now: float | None = None) -> str:
 
 
 def changes(story: Story) -> str:
-    """The number of changes of membership, and their cost."""
+    """The number of changes of membership, the longest pause, and the steps that were done again or not saved."""
     lost = sum(chapter.redone or 0 for chapter in story.chapters)
     told, last = story.told_by, None if story.succeeded else story.chapter
-    # A generation that ends before its first step has lost none, as far as its own nodes tell of it.
+    # A generation that ended before its first step has lost none, as far as its own nodes have told. The newest one,
+    # and one of which no node has told, may have.
     unknown = [each for each in story.chapters if each is last or told.isdisjoint(each.nodes)]
     trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]
     known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
@@ -159,7 +173,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
 
 
 def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
-    """Seconds by bucket, for the run and for each node; for all nodes together if there are many."""
+    """Seconds by bucket, for the run and for each node; if there are many nodes, for all together."""
     nodes = {node: totals(spans) for node, spans in sorted(story.spans_by_node(now).items())}
     whole = {"run": totals(story.spans(now))}
     if len(nodes) <= NODES_SHOWN:
@@ -186,7 +200,7 @@ def share(spent_s: float, total_s: float) -> str:
 
 
 def generation_table(story: Story) -> list[str]:
-    """A row for each generation with its cost."""
+    """A row for each generation, with its cost."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
     for chapter in story.chapters:
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
@@ -199,7 +213,7 @@ def generation_table(story: Story) -> list[str]:
 
 
 def longest(chapter: Chapter) -> str:
-    """The longest phases of a pause."""
+    """The longest phases of a generation's pause, or of its set-up."""
     ordered = sorted(chapter.phases.items(), key=lambda phase: -phase[1])
     shown = [f"{name} {took_s:.2f} s" for name, took_s in ordered[:PHASES_SHOWN] if took_s >= PHASE_S_MIN]
     return ", ".join(shown)
@@ -219,7 +233,7 @@ def failure_lines(story: Story) -> list[str]:
 
 
 def happened_lines(story: Story, now: float | None = None) -> list[str]:
-    """What happened, with its time."""
+    """What happened, with the time of each."""
     happened_at = ((datetime.fromtimestamp(each.at, timezone.utc), each.text) for each in happened(story, now))
     told = [f"{at:%F %T}  {text}" for at, text in happened_at]
     lines = [part for each in told for part in textwrap.wrap(each, LINE_SHOWN, subsequent_indent=" " * DATE_WIDTH)]
@@ -227,7 +241,7 @@ def happened_lines(story: Story, now: float | None = None) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows with aligned columns, and a rule below the first."""
+    """The rows with aligned columns, and a rule below the first row."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,4 +1,4 @@
-"""Reads a run from its directory, which has an `events-NODE.jsonl` of each node. Works without etcd."""
+"""Reads a run's story from its directory, which has one `events-NODE.jsonl` per node. Works without etcd."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.fold import Story
 
+# How often `looks` reads new events.
 LOOK_EVERY_S = 0.2
 END_BYTES = 4096
-"""The last line of an agent that has ended is shorter."""
+"""The last line of an agent that has ended is shorter than this."""
 
 
 def look_for(run: str, log_dir: str) -> Path | None:
-    """The directory of `run`: a path, or the name of a run below `log_dir`; None when there is none.
+    """The directory of `run`, which is a path, or the name of a run below `log_dir`; None if there is none.
 
-    Raises ConfigError where it cannot be read.
+    Raises ConfigError if the directory cannot be read.
     """
     for directory in (Path(log_dir, run), Path(run)):
         if directory.is_dir() and files(directory):
@@ -35,7 +36,7 @@ def look_for(run: str, log_dir: str) -> Path | None:
 
 
 def find(run: str, log_dir: str) -> Path:
-    """The same. Raises ConfigError when there is none."""
+    """The directory of `run`, as `look_for` finds it. Raises ConfigError if there is none."""
     directory = look_for(run, log_dir)
     if directory is not None:
         return directory
@@ -45,15 +46,19 @@ def find(run: str, log_dir: str) -> Path:
 
 
 def check_events(directory: Path) -> None:
-    """Raises ConfigError where `directory` is there, and it or its events cannot be read."""
+    """Raise ConfigError if `directory` exists, and it or its events cannot be read."""
     if directory.is_dir():
         check_readable("events that cannot be read", [directory, *directory.glob("events-*.jsonl")])
 
 
 def check_readable(what: str, paths: Iterable[Path]) -> None:
-    """Raises ConfigError about `what` for the first that cannot be opened. No pattern finds what is in there."""
+    """Raise ConfigError about `what` for the first of `paths` that cannot be opened.
+
+    A glob pattern silently finds nothing in a directory without permission, so the directory is opened itself.
+    """
     for path in paths:
         try:
+            # O_NONBLOCK: opening a FIFO would wait for a writer.
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except OSError as error:
             raise _unreadable(what, path, error) from None
@@ -78,21 +83,26 @@ def read(directory: Path) -> Story:
 
 
 def says_nothing(directory: Path) -> ConfigError:
-    """The error that the files of `directory` have no events."""
+    """The error for a `directory` whose files have no events."""
     got, expected = "no event of an agent", f"events of version {VERSION}"
     remedy = "Wait for the first agent's, or name another run"
     return ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
 
 
 def looks(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
-    """The story in a run's directory, the lines of new events, by time, and whether the run is `over` then.
+    """Follow a run's directory. Yields the story, the lines of new events by time, and whether this is the last look.
 
-    Where wall clocks turn out to disagree the story is another one, which is told from the beginning.
+    If wall clocks turn out to disagree, a new story is folded from all events, with corrected times.
+
+    Args:
+        directory: the run's directory.
+        over: whether the run is over, by its story.
     """
     telling, first, last = _Telling(directory), True, False
     while not last:
         news, again = list(telling.news()), list(telling.anew())
         last = over(telling.story)
+        # Corrected times can change the order of lines. At the first look nobody has seen the lines yet.
         yield telling.story, again if first and again else news, last
         first = False
         if not last:
@@ -100,25 +110,27 @@ def looks(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Stor
 
 
 class _Telling:
-    """Tells a `story` from the files of a run's directory."""
+    """Folds the files of a run's directory into `story`."""
 
     def __init__(self, directory: Path) -> None:
         self.story = Story()
         self._directory = directory
         self._offsets: dict[Path, int] = {}
-        self._dead: list[str] = []  # Nodes of this machine whose agents were killed, as the newest look tells.
-        self._counts: Counter[Path] = Counter()  # How many events of each file are told.
+        # Nodes of this machine whose agents were killed, as the newest look found.
+        self._dead: list[str] = []
+        self._counts: Counter[Path] = Counter()  # How many events of each file are in the story.
 
     def news(self) -> Iterator[str]:
-        """The lines of new events, by time. Each is told before."""
+        """Fold new events into the story, and yield their lines by time."""
         yield from self._told()
         self._dead = dead_here(self.story)
         if self._dead:
-            yield from self._told()  # What they have written before their end.
+            # Once more: what the agents wrote between the first reading and their end.
+            yield from self._told()
         self._end()
 
     def anew(self) -> Iterator[str]:
-        """Where wall clocks turn out to disagree, the same of all events so far."""
+        """If wall clocks turn out to disagree, fold all events so far anew, and yield their lines by time."""
         behind = self.story.clocks.disagree()
         if behind is not None:
             self.story = Story(Clocks(behind))
@@ -148,7 +160,7 @@ class _Telling:
 
 
 def dead_here(story: Story) -> list[str]:
-    """The nodes of this machine whose agents are processes no more, and have noted no end: they were killed."""
+    """The nodes of this machine whose agents were killed: their processes are gone, and they wrote no end."""
     return [node for node in alive_here(story) if stat(story.pid(node)) is None]
 
 
@@ -164,13 +176,13 @@ def has_events(directory: Path) -> bool:
 
 
 def newest(log_dir: str) -> Iterator[Path]:
-    """The directories below `log_dir` with readable events, the newest first. It reads those that are asked for."""
+    """The directories below `log_dir` with readable events, the newest first. Each is read only when asked for."""
     found = {path: files(path) for path in Path(log_dir).glob("*")}
     written = {path: max(file.stat().st_mtime for file in each) for path, each in found.items() if each}
     return filter(has_events, sorted(written, key=written.__getitem__, reverse=True))
 
 
 def has_ended(directory: Path) -> bool:
-    """Whether all agents of a run have noted their end, as the ends of their files tell."""
+    """Whether all agents of a run have written their end. Reads only the ends of their files."""
     ends = [deque(records(path, END_BYTES), maxlen=1) for path in files(directory)]
     return all(end and isinstance(end[0].event, (AgentStopped, Result)) for end in ends)

@@ -14,11 +14,12 @@ from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
 from elasticrt.story.fold import Chapter, Gap, Story, ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
-"""A pace is shown until there has been no step for so many seconds and usual steps, and for such a share of the run's
-time: files keep a line of it in each thousandth."""
+"""A line shows the pace until no step was reported for this many seconds, usual step times and share of the run's time,
+whichever is longest. The share is because files keep at least one line of progress in each thousandth of the run."""
 
 _PARTICULAR = re.compile(r"\S*\d\S*")
-"""A word of a reason that may be another one for each checkpoint: its step, or the name of its file."""
+"""A word of a reason with a digit in it. Such a word may differ between checkpoints: the step, or the name of a file.
+"""
 
 
 def size(chapter: Chapter) -> str:
@@ -27,10 +28,11 @@ def size(chapter: Chapter) -> str:
 
 
 def beginning(chapter: Chapter, *, first: bool) -> str:
-    """A generation with its cause and size; the `first` one of a run without a cause."""
+    """A generation with its cause and size. The `first` one of a run has no cause."""
     name = f"generation {chapter.number}: "
     if first:
-        begins = chapter.resume_step > 0 and chapter.stepped_at is None  # Otherwise the cost says so.
+        # With a first step, the cost says from where.
+        begins = chapter.resume_step > 0 and chapter.stepped_at is None
         return name + size(chapter) + (f", from step {chapter.resume_step:,}" if begins else "")
     if chapter.waits:
         return f"{name}{chapter.cause}, {waiting(chapter)}"
@@ -38,7 +40,7 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
 
 
 def waiting(chapter: Chapter) -> str:
-    """`1 node of at least 2: the run waits with the state after step 66`. With enough nodes: that it is saved first."""
+    """`1 node of at least 2: the run waits with the state after step 66`, or that it first saves the state."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
     if chapter.saves:
         return f"{counted(len(chapter.nodes), 'node')}: first {state} is to be saved"
@@ -46,10 +48,10 @@ def waiting(chapter: Chapter) -> str:
 
 
 def cost(chapter: Chapter) -> str:
-    """The cost of a generation until its first step: its pause and steps done again, or the time since it began.
+    """What a generation cost until its first step: its pause and the steps done again, or the time since it began.
 
-    The numbers of steps are not known for a script without a Loop. What was lost is not claimed where the last step
-    before the generation is not known.
+    A script without a Loop has no step numbers. Where the last step before the generation is not known, the sentence
+    does not claim that no step was lost.
     """
     assert chapter.stepped_at is not None
     took_s = chapter.stepped_at - chapter.begin
@@ -72,7 +74,7 @@ def cost(chapter: Chapter) -> str:
 
 
 def slow(event: events.Straggler) -> str:
-    """See `slow_node`; that none is slow any more."""
+    """That a node is slow (see `slow_node`), or that none is slow any more."""
     return slow_node(event.slow, event.own_s, event.others_s) if event.slow else "no node is slow any more"
 
 
@@ -87,7 +89,7 @@ def saved_again(event: events.Committed) -> str:
 
 
 def etcd_away(story: Story, now: float) -> str:
-    """`etcd has not answered for 12 s: nothing is committed or agreed`; "" where it answers."""
+    """`etcd has not answered for 12 s: nothing is committed or agreed`; "" if etcd answers."""
     since = story.away_since()
     return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
 
@@ -101,23 +103,25 @@ def gap_told(gap: Gap) -> str:
 
 
 def doing(story: Story) -> str:
-    """What the nodes of the newest generation do, in words before its number."""
+    """What the nodes of the newest generation do, as words before its number."""
     if story.chapter is not None and story.waits_since is not None:
         return "saves its state" if story.chapter.saves else "waits for nodes"
     return "trains" if story.stand is None else "stands still"
 
 
 def trouble(story: Story, now: float) -> str:
-    """What keeps a run that goes on from its pace, or from being saved, at `now`; "" where nothing is known to."""
+    """What keeps a running run from its pace or from saving, at `now`; "" if nothing is known."""
     found = story.standing(now) or (slow(story.slow) if story.slow is not None else "")
     return found or (unsaved(story.unsaved) if story.unsaved is not None else "")
 
 
 def made(story: Story) -> int:
-    """How many steps the run has come, from its first resume point. It may have gone back behind some.
+    """How many steps the run has advanced from its first resume point.
 
-    Steps have events at most four times a second; the last step is known by its commit. A run that was at its end
-    already commits what it has found, and makes no step.
+    After a failure the run may have gone back behind some of them.
+
+    `Step` events come at most four times a second, so the last step may be known only by its commit. A run that starts
+    at its end commits what it has found, and makes no step.
     """
     if story.first_step_at is None:
         return 0
@@ -126,7 +130,7 @@ def made(story: Story) -> int:
 
 
 def state(story: Story, now: float | None = None) -> str:
-    """How the run ended, or its state. `now`: as `Story.present` says."""
+    """How the run ended, or its state now. `now` is what `Story.present` returns."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if now is not None:
@@ -139,7 +143,7 @@ def state(story: Story, now: float | None = None) -> str:
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
-    # Nodes of earlier generations may have left long before the last ones were killed.
+    # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
     last_ones = [newest[life.node] for life in story.seats(story.chapter)] if story.chapter is not None else []
     if untold := story.untold():
         why = f"{listed([gap.node for gap in untold])} could not write that down: {untold[0].reason}"
@@ -154,9 +158,9 @@ def state(story: Story, now: float | None = None) -> str:
 
 
 def to_go_on(story: Story) -> str:
-    """How a run that has ended before its script did goes on; "" where it did not, or not in this way.
+    """How to go on with a run that has ended before its script did; "" if it need not or cannot go on.
 
-    A checkpoint that can't be used can't be used again: that failure's own text has the remedy.
+    A checkpoint that can't be used can't be used again either, so that failure's own text has the remedy.
     """
     if story.succeeded or (story.result is not None and story.result.code == EXIT_CHECKPOINT):
         return ""
@@ -165,7 +169,7 @@ def to_go_on(story: Story) -> str:
 
 
 def _state_now(story: Story, now: float) -> str:
-    """What the nodes of a run that goes on do at `now`."""
+    """What the nodes of a running run do at `now`."""
     if story.chapter is not None and story.waits_since is not None:
         here, needed = len(story.chapter.nodes), story.min_nodes
         since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
@@ -173,7 +177,8 @@ def _state_now(story: Story, now: float) -> str:
             return f"saving the state {since}"
         return f"waiting for nodes {since}: {here} of at least {needed} here"
     here = len(story.alive())
-    if not story.seated():  # Before the first generation, or when all nodes of the last one have ended.
+    # Before the first generation, or after all nodes of the last one have ended.
+    if not story.seated():
         return f"waiting for nodes: {here} of at least {story.min_nodes} here" if here < story.min_nodes else "starting"
     return story.standing(now) or "running"
 
@@ -185,18 +190,19 @@ def ending(result: events.Result) -> str:
 
 
 class Happened(NamedTuple):
-    """Something that has happened."""
+    """Something that happened."""
 
-    at: float  # When.
+    at: float  # In seconds since 1970.
     kind: str  # "good", "bad", or "" for neither.
     text: str  # A sentence.
 
 
 def happened(story: Story, now: float | None = None) -> list[Happened]:
-    """What has happened in a run, in order. `now`: the present, for one that goes on."""
+    """What happened in a run, in the order of time. `now` is the present, for a run that goes on."""
     found: list[Happened] = []
     for each in story.troubles:
-        if not (each.hang and each.node):  # Of that the time without a step tells.
+        # A hang with a known node is a standstill, and told as that below.
+        if not (each.hang and each.node):
             found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
     found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
     found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
@@ -218,7 +224,7 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
 
 
 def _missed(story: Story) -> Iterator[Happened]:
-    """The checkpoints that could not be saved: one sentence for those that follow each other, for the same reason."""
+    """The checkpoints that could not be saved. Consecutive ones with the same reason share one sentence."""
     for _, group in groupby(story.missed, lambda each: _kind(each[1])):
         (at, first), *more = group
         if isinstance(first, events.Committed):
@@ -232,7 +238,7 @@ def _kind(event: events.Unsaved | events.Committed) -> str | None:
 
 
 def pace(story: Story, now: float) -> str:
-    """`12.3 steps/s`, lately, or `no step for 9 s`; "" where that is not known, or something else tells of it."""
+    """`12.3 steps/s`, lately, or `no step for 9 s`; "" if not known, or if the line has another sentence about it."""
     still_s = now - story.last_step_at
     usual_s = 1 / story.speed if story.speed else 0.0
     if story.stand is not None or story.first_step_at is None or story.untold():
@@ -243,12 +249,12 @@ def pace(story: Story, now: float) -> str:
 
 
 def now_at(story: Story, now: float, goodput: float | None = None, *, step: int | None = None) -> str:
-    """The state of a run at `now`, in a line that is shown while it changes.
+    """The state of a run at `now`, in one line that is shown while it changes.
 
     Args:
         story: of the run.
         now: the present.
-        goodput: from 0 to 1; None: not shown. If the story is that of one of several nodes, it says "here".
+        goodput: from 0 to 1; None: not shown. If the story lacks events of other nodes, the line says "here".
         step: the newest one; None: the story's.
     """
     chapter, step, parts = story.chapter, story.newest if step is None else step, []
@@ -280,7 +286,7 @@ def seconds(value_s: float) -> str:
 
 
 def lasted(value_s: float) -> str:
-    """A time in whole seconds, for a line that changes: `9 s`, `4 min 05 s`, `2 h 10 min`."""
+    """A duration in whole seconds, for a line that changes: `9 s`, `4 min 05 s`, `2 h 10 min`."""
     whole = max(0, round(value_s))
     if whole < 120:
         return f"{whole} s"
