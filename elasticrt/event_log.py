@@ -1,6 +1,6 @@
-"""Writes and reads events: JSON lines in the run directory and, when asked, on an inherited descriptor.
+"""Writes and reads events: JSON lines in the run directory and, if asked for, on an inherited descriptor.
 
-The schema of a line is `elasticrt.events`. A run can be read from these files without etcd.
+`elasticrt.events` is the schema of a line. A run can be read from these files without etcd.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from elasticrt.ipc.room import give_room_back, keep_room
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 16
+# How many bytes of a file are read at once.
 
 OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000
@@ -31,19 +32,20 @@ OFTEN_SHARE = 1000
 
 RETRY_S = 1.0
 KEPT = 100
-"""While the file takes nothing, it is tried so often, and so many newest events of each kind are kept for it."""
+"""While the file takes nothing: how often writing is tried again, and how many of the newest events of each kind are
+kept in memory for it."""
 
 ROOM_BYTES = 4096
-"""So much of the disk is kept for last words about a file that takes nothing."""
+"""How much of the disk is reserved, so that last words can be written to a file that takes nothing more."""
 
 LAST_WORDS = (events.Generation, events.Committed, events.Result, events.AgentStopped)
-"""What the last words say, where the file takes nothing until the agent ends: the newest of each kind."""
+"""If the file takes nothing until the agent ends, the last words are the newest event of each of these kinds."""
 
 
 def files(directory: Path) -> list[Path]:
-    """The event files of a run's directory, one for each node. What cannot be read as a file gets one warning."""
+    """The event files of a run's directory, one for each node. A warning names what cannot be read as a file, once."""
     found = sorted(directory.glob("events-*.jsonl"))
-    # Opening a FIFO would wait for a writer.
+    # Opening a FIFO would wait for a writer, so only regular files are read.
     read = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
     for path in set(found) - set(read):
         _leave_out(path)
@@ -52,20 +54,20 @@ def files(directory: Path) -> list[Path]:
 
 @cache
 def _leave_out(path: Path) -> None:
-    """Warn of a file, once: views look at the same directory again and again."""
+    """Warn of a file, once (`cache`): views look at the same directory again and again."""
     log.warning("left out, as it is no regular file that can be read (check its permissions): %s", path)
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
-    """The records of a file of events, in its order; of its last `tail_bytes` bytes only, if given. Raises OSError."""
+    """The records of an event file in its order, of its last `tail_bytes` bytes only if given. Raises OSError."""
     at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
     return (record for _, record in lines(path, {path: at}, whole=False))
 
 
 def lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[tuple[str, events.Record]]:
-    """The lines of events in what `added` reads, with their records.
+    """The events in what `added` reads: each line with its record.
 
-    Malformed ones are left out: a killed agent or a full disk ends a file within one.
+    Malformed lines are skipped: a killed agent or a full disk leaves half a line at the end of a file.
     """
     for text in added(path, offsets, whole=whole):
         for line in text.splitlines():
@@ -74,11 +76,16 @@ def lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[tupl
 
 
 def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]:
-    """What a file has behind its offset, which moves on, in pieces of lines; with `whole` only whole ones.
+    """What a file has beyond its offset in `offsets`, in pieces that end with a line. Moves the offset.
 
     The file is open only while a piece of it is read, because a run may have thousands of files. Raises OSError.
+
+    Args:
+        path: the file.
+        offsets: by file, up to which byte it was read.
+        whole: leave the last line for later if it has no end yet. Otherwise it is read as it is.
     """
-    # Not empty, so that the loop begins: an empty piece is the end of the file.
+    # `data` is not empty, so that the loop begins: an empty piece means the end of the file.
     begun, data = bytearray(), b" "
     while data:
         with path.open("rb") as file:
@@ -93,13 +100,14 @@ def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]
 
 
 def newest_result(directory: Path) -> events.Result | None:
-    """The newest result in a run's directory, if nothing tells of a later attempt."""
+    """The newest result in a run's directory; None if there is none, or if a later attempt has begun."""
     ends: list[tuple[float, events.Result | None]] = [(0.0, None)]
     for path in files(directory):
         try:
             for number, each in enumerate(records(path, PIECE_BYTES)):
                 found = each.event if isinstance(each.event, events.Result) else None
-                # Whatever this piece begins with stands for the start of a long attempt, which is before it.
+                # A long attempt may have started before this piece of its file. The first record of the piece then
+                # stands for the start.
                 if number == 0 or found is not None or isinstance(each.event, events.AgentStarted):
                     ends.append((each.time, found))
         except OSError as error:
@@ -111,12 +119,20 @@ class Sparse:
     """Chooses the lines of a file: ever fewer of frequent kinds, but the newest of them before any other kind."""
 
     def __init__(self) -> None:
+        # When the first event came, and by kind when the last line went to the file.
         self._began: float | None = None
         self._kept_at: dict[type[events.Event], float] = {}
-        self._held: dict[type[events.Event], bytes] = {}  # The newest line of each kind, if the file lacks it.
+        # The newest line of each frequent kind, if the file does not have it yet.
+        self._held: dict[type[events.Event], bytes] = {}
 
     def due(self, kind: type[events.Event], line: bytes, at: float) -> bytes:
-        """The lines for the file after an event of `kind`, with its own `line`, `at` this time: none, one or some."""
+        """The lines that the file gets after an event: none, one or several.
+
+        Args:
+            kind: of the event.
+            line: its line.
+            at: when it was written, in seconds.
+        """
         self._began = at if self._began is None else self._began
         if kind not in OFTEN:
             return self.rest() + line
@@ -127,14 +143,14 @@ class Sparse:
         return self._held.pop(kind)
 
     def rest(self) -> bytes:
-        """The lines that were held back."""
+        """The lines that were held back. They are not held any longer."""
         lines = b"".join(self._held.values())
         self._held.clear()
         return lines
 
 
 class Backlog:
-    """Lines that wait for room in the file, with the kind of event that has brought them."""
+    """Lines that wait until the file takes them, with the kind of event that came with each group of lines."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[type[events.Event], bytes]] = []
@@ -147,23 +163,24 @@ class Backlog:
         return self._dropped + sum(lines.count(b"\n") for _, lines in self.lines)
 
     def add(self, kind: type[events.Event], lines: bytes) -> None:
-        """The next lines. Of each kind only the newest are kept."""
+        """Add the next lines. Of each kind only the newest `KEPT` are kept."""
         self.lines.append((kind, lines))
         self._counts[kind] += 1
         if self._counts[kind] > KEPT:
             self._dropped += self.take(next(place for place, (each, _) in enumerate(self.lines) if each is kind))
 
     def take(self, place: int = 0) -> int:
-        """Take away the lines at this place. Returns how many they are."""
+        """Remove the lines at `place`. Returns how many lines these are."""
         kind, lines = self.lines.pop(place)
         self._counts[kind] -= 1
         return lines.count(b"\n")
 
     def last_words(self, room: int) -> bytes:
-        """Take the lines that `LAST_WORDS` names, as far as there is room for them, in their order."""
+        """Remove and return the lines of `LAST_WORDS`, as far as they fit into `room` bytes, in their order."""
         places = {kind: place for place, (kind, _) in enumerate(self.lines) if kind in LAST_WORDS}
         found = []
         for place in sorted(places.values(), reverse=True):
+            # The newest lines get the room first.
             lines = self.lines[place][1]
             if len(lines) <= room:
                 room -= len(lines)
@@ -175,39 +192,42 @@ class Backlog:
 class EventLog:
     """Writes events, from any thread. If the directory is deleted, there is one warning.
 
-    While the file cannot be written to, because the disk is full for instance, it is tried again about every second.
-    Then the file gets what was kept for it, and for how long it took nothing: see `events.Unwritten`.
+    While the file cannot be written to, because the disk is full for instance, writing is tried again about every
+    second. Then the file gets the events that were kept for it, and a line with the length of the gap: see
+    `events.Unwritten`.
 
     Args:
         node: the node's name.
-        directory: of the run; None: there is no file.
+        directory: the run's directory; None: there is no file.
         fd: a descriptor that gets every event as well; -1 for none.
     """
 
     def __init__(self, node: str, directory: Path | None, fd: int = -1) -> None:
         self._node = node
-        self._directory = directory  # None also when it was deleted.
+        self._directory = directory  # None also after it was deleted.
         self._fd = fd
         self._lock = threading.Lock()
         self._file = -1
-        self._torn = False  # Whether the file ends within a line: what follows must not be part of it.
-        self._since: float | None = None  # Since when the file takes nothing; None while it does.
-        self._reason = ""  # Why.
+        # Whether the file ends within a line. What follows must then begin with a line's end.
+        self._torn = False
+        # When the file stopped taking lines (monotonic); None while it takes them.
+        self._since: float | None = None
+        self._reason = ""  # Why it takes none.
         self._tried_at = 0.0
         self._backlog = Backlog()
         self._listeners: list[Callable[[events.Record], object]] = []
         self._sparse = Sparse()
 
     def follow(self, heard: Callable[[events.Record], object]) -> None:
-        """From now on call `heard` with each event, on the thread that writes it. It must not block."""
+        """From now on call `heard` with each event, on the thread that writes the event. It must not block."""
         self._listeners.append(heard)
 
     def rename(self, node: str) -> None:
-        """Set the final name of the node. Call it before the first event."""
+        """Set the node's final name. Call it before the first event."""
         self._node = node
 
     def write(self, event: events.Event) -> None:
-        """Write `event` with the present time. Nothing is synced."""
+        """Write `event` with the present time. Nothing is synced to disk."""
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
@@ -235,7 +255,8 @@ class EventLog:
             try:
                 heard(record)
             except Exception:
-                self._listeners.remove(heard)  # An error in a view does not end the run.
+                # An error in a view does not end the run.
+                self._listeners.remove(heard)
                 log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
     # The file.
@@ -246,7 +267,8 @@ class EventLog:
             log.warning("no further events are written: %s was deleted", self._directory)
             self._end()
             return
-        ends = isinstance(event, (events.Result, events.AgentStopped))  # There may be no later event.
+        # There may be no later event, so do not wait for the next try.
+        ends = isinstance(event, (events.Result, events.AgentStopped))
         if self._since is not None and (ends or at - self._tried_at >= RETRY_S):
             self._flush(at, resumes=True)
         if lines := self._sparse.due(type(event), line, at):
@@ -255,11 +277,12 @@ class EventLog:
                 self._flush(at)
 
     def _flush(self, at: float, *, resumes: bool = False) -> None:
-        """Write what waits for room. With `resumes` say then that the file takes events again."""
+        """Write the lines that wait. With `resumes`, try after a failure, and end the gap if the file takes them."""
         try:
             self._open()
             while self._backlog.lines and (resumes or self._since is None):
                 _, lines = self._backlog.lines[0]
+                # The room for last words is reserved before each line, because later the disk may have none.
                 keep_room(self._file, len(lines) + ROOM_BYTES)
                 self._append(lines)
                 self._backlog.take()
@@ -271,39 +294,41 @@ class EventLog:
             self._tried_at = at
             if self._since is None:
                 self._since, self._reason = at, error.strerror or str(error)
+                # The room reserved for last words may take this line.
                 log.warning("events are kept in memory, as %s takes none: %s", self._directory, error.strerror)
                 with contextlib.suppress(OSError):
                     self._append(self._unwritten(0))
 
     def _unwritten(self, missing: int, *, over: bool = False) -> bytes:
-        """The line that says for how long the file takes nothing."""
+        """The line that says for how long the file has taken nothing."""
         at, now = time.monotonic(), datetime.now(timezone.utc)
         for_s = round(at - (self._since or at), 3)
         return events.encode(events.Unwritten(for_s, self._reason, missing, over), self._node, at, now) + b"\n"
 
     def _last_words(self) -> None:
-        """The file takes nothing, and the agent ends: use the room that was kept. Raises OSError."""
+        """The file takes nothing, and the agent ends: use the room that was reserved. Raises OSError."""
         words = self._backlog.last_words(ROOM_BYTES // 2)
         self._append(self._unwritten(self._backlog.missing))
         self._append(words)
 
     def _append(self, lines: bytes) -> None:
-        """Raises OSError."""
+        """Append `lines` to the file. Raises OSError."""
         left = b"\n" * self._torn + lines
         while left:
+            # A full disk may take a part of a line. `_torn` remembers that.
             written = os.write(self._file, left)
             left = left[written:]
             self._torn = bool(left)
 
     def _open(self) -> None:
-        """Raises OSError."""
+        """Open the file, unless it is open. Raises OSError."""
         if self._file >= 0 or self._directory is None:
             return
         make_directory(self._directory)
         path = self._directory / f"events-{self._node}.jsonl"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        # A killed agent has left half a line.
+        # A killed agent may have left half a line.
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def _end(self) -> None:
@@ -313,10 +338,11 @@ class EventLog:
 
     @staticmethod
     def _put(fd: int, line: bytes) -> int:
-        """Write to the inherited descriptor. Returns it, or -1 after an error, which may be within a line."""
+        """Write `line` to the inherited descriptor. Returns the descriptor, or -1 after an error."""
         if fd < 0:
             return fd
         try:
+            # An error may leave half a line, so nothing else may follow.
             while line:
                 line = line[os.write(fd, line) :]
         except OSError as error:

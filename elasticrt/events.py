@@ -1,11 +1,12 @@
-"""What happened, as values: one dataclass for each kind of event, which is the schema of `events-NODE.jsonl`. Pure.
+"""What happened, as values: one dataclass for each kind of event, the schema of `events-NODE.jsonl`. Pure.
 
 An event is one line: a JSON object with the schema's version ("v"), the kind ("event"), the node that writes it
-("node"), two times and the fields of its kind. "at" is CLOCK_MONOTONIC in seconds: exact, and comparable between
-processes of one machine until it boots. "time" is the wall clock in UTC: for people, and between machines. Each agent
-writes the events of its own node; `elasticrt.story` puts them together.
+("node"), two times, and the fields of the kind. "at" is CLOCK_MONOTONIC in seconds: exact, and comparable between
+processes of one machine until it reboots. "time" is the wall clock in UTC: for people, and between machines. Each agent
+writes the events of its own node; `elasticrt.story` folds them into the story of the run.
 
-Readers leave out unknown kinds and fields. Any other change needs another version.
+Readers ignore unknown kinds and fields. Any other change of the schema needs a new version. The tables of
+docs/events.md are made from the docstrings and comments here: `python -m tests.events_page`.
 """
 
 from __future__ import annotations
@@ -22,81 +23,82 @@ from elasticrt.text import json_text
 VERSION = 1
 
 SECONDS_MAX = 1e10
-"""Later times are nonsense: a line that has one is no event."""
+"""Later times are nonsense: a line with such a time is not an event."""
 
 KINDS: dict[str, type[Any]] = {}
-"""The kinds of events by their names on a line."""
+"""The kinds of events by their names in a line."""
 
+# The reverse of `KINDS`.
 _NAMES: dict[type[Any], str] = {}
 
 
 class Event:
-    """What happened. Each kind is a dataclass of its own."""
+    """The base of all kinds of events."""
 
     def __init_subclass__(cls) -> None:
-        """The name of the kind on a line is `first_step` for FirstStep."""
+        """Register the kind. Its name in a line is `first_step` for FirstStep."""
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
         KINDS[name], _NAMES[cls] = cls, name
 
 
 @dataclass(frozen=True)
 class AgentStarted(Event):
-    """An agent joins the run. The first event of its life."""
+    """An agent joins the run. The first event of an agent's life."""
 
-    pid: int  # Process id of the agent.
-    run_id: str  # The run.
+    pid: int  # The agent's process id.
+    run_id: str  # The run's id.
     etcd: str  # The address of etcd.
     run_dir: str  # The directory of this node's logs and events.
-    # The machine since it booted, or the container: times "at" and pids of the same one can be compared.
+    # Names the machine until it reboots, or the container. Times "at" and pids with the same name can be compared.
     machine: str = ""
-    min_nodes: int = 1  # The run waits with fewer nodes.
-    max_nodes: int = 1  # The most nodes that can train.
+    min_nodes: int = 1  # The run waits while it has fewer nodes.
+    max_nodes: int = 1  # At most so many nodes train.
 
 
 @dataclass(frozen=True)
 class Health(Event):
-    """The agent's health can be asked for."""
+    """The agent answers questions about its health."""
 
-    url: str  # The address.
+    url: str  # The address where it does.
 
 
 @dataclass(frozen=True)
 class ParentWarm(Event):
     """The worker parent has imported torch: workers can now be started at once."""
 
-    pid: int  # Process id of the parent.
+    pid: int  # The parent's process id.
     method: str  # "fork" or "exec": how it starts workers.
     reason: str  # Why it is not "fork"; "" if it is.
-    import_s: float  # Seconds that the imports took.
+    import_s: float  # How many seconds the imports took.
 
 
 @dataclass(frozen=True)
 class Generation(Event):
-    """This node has a seat in another generation, and begins it."""
+    """This node has a seat in a new generation, and begins it."""
 
-    number: int  # Of the generation, from 1.
+    number: int  # The generation's number, from 1.
     world_size: int  # Workers of all its nodes.
     cause: str  # Why it was made, in the leader's words.
     kind: str  # "start", "failure", "lost", "join", "drain" or "resize".
     restarts: int  # Failures so far that count against --max-restarts.
     nodes: tuple[str, ...]  # Its nodes, by rank.
-    resume_step: int  # The step that its workers start from, as far as it is known before they have agreed on it.
-    in_place: bool = False  # Whether living workers go on in it; else all are started anew.
-    # Whether it makes no step, because there are too few nodes: its workers save and keep the state.
+    resume_step: int  # The step that its workers resume after, as far as is known before the workers have agreed.
+    in_place: bool = False  # Whether living workers go on in it; otherwise all workers are started anew.
+    # Whether it makes no step because there are too few nodes. Its workers save the state and keep it.
     waits: bool = False
 
 
 @dataclass(frozen=True)
 class Resized(Event):
-    """The run may have another number of nodes."""
+    """The run's limits on its number of nodes have changed."""
 
-    min_nodes: int  # The run waits with fewer nodes.
-    max_nodes: int  # The most nodes that can train.
+    min_nodes: int  # The run waits while it has fewer nodes.
+    max_nodes: int  # At most so many nodes train.
 
 
 @dataclass(frozen=True)
 class StandsBy(Generation):
-    """A generation runs without this node. The fields are those of `generation`."""
+    """A generation runs without this node, which stands by. The fields of `generation` describe it."""
 
     age_s: float = 0.0  # Seconds since the last step of this node's workers; 0 if they have made none.
 
@@ -105,7 +107,7 @@ class StandsBy(Generation):
 class WorkersStarted(Event):
     """All workers of this node's seat run."""
 
-    generation: int  # Theirs.
+    generation: int  # The generation that they were started for.
     ranks: tuple[int, ...]  # Their global ranks.
     pids: tuple[int, ...]  # Their process ids, in the same order.
 
@@ -114,37 +116,37 @@ class WorkersStarted(Event):
 class Restarted(Event):
     """The workers of a later generation run, or wait for nodes in it. `recovery` follows after their first step."""
 
-    generation: int  # Theirs.
+    generation: int  # The later generation.
     phases: dict[str, float]  # Milliseconds of each phase so far; see `recovery`.
 
 
 @dataclass(frozen=True)
 class FirstStep(Event):
-    """The first step of a `Loop` in a generation is done on this node."""
+    """This node has made its first step of a `Loop` in a generation."""
 
     generation: int  # The generation.
     step: int  # The step, counted over the whole run.
-    resumed_from: int  # The last step before the generation.
-    # Seconds between the last step before it and this one; null if the node has made none before.
+    resumed_from: int  # The step that the generation resumed after.
+    # Seconds from the node's last step before the generation to this one; null if the node has made none before.
     pause_s: float | None
-    # Steps that had been done already, and are done again; null if this node does not know the last step before the
+    # How many steps that had been done already are done again; null if this node does not know the last step before the
     # generation.
     redone: int | None
 
 
 @dataclass(frozen=True)
 class Recovery(Event):
-    """The pause between two generations is over on this node: a step of a `Loop` or of an optimizer is done."""
+    """The pause between two generations is over on this node: it has made a step of a `Loop` or of an optimizer."""
 
-    generation: int  # The new one.
-    pause_s: float  # Seconds between the last step before it and the first one after it.
-    # Milliseconds of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
-    # is agreed; a wait for nodes is in it), "stop" (the old workers are gone), "start" (the new ones run), "script"
-    # (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process group), "loop" (the
-    # script has come to its `Loop`), "restore" (the state is restored), "first_step" (a step is done). They add up to
-    # the pause.
+    generation: int  # The new generation.
+    pause_s: float  # Seconds from the last step before it to the first one in it.
+    # Milliseconds of each phase of the pause. A phase is named after what ends it: "detect" (the change is known),
+    # "agree" (a new generation is agreed; a wait for nodes is part of this phase), "stop" (the old workers are gone),
+    # "start" (the new ones run), "script" (`elasticrt.init` is called, or a living worker has its new seat), "init"
+    # (there is a process group), "loop" (the script has come to its `Loop`), "restore" (the state is restored),
+    # "first_step" (a step is done). The phases add up to the pause.
     phases: dict[str, float]
-    age_s: float = 0.0  # Seconds since it was over.
+    age_s: float = 0.0  # Seconds since the pause was over.
 
 
 @dataclass(frozen=True)
@@ -158,25 +160,25 @@ class SetUp(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """A step is done, by rank 0: at most four times a second, from the agent of its node."""
+    """Rank 0 has made a step. Written by the agent of its node, at most four times a second."""
 
     generation: int  # The generation.
     step: int  # The step, counted over the whole run.
     epoch: int  # The epoch, from 0.
-    # The numbers given to `loop.report`, by name, at most a second old, of the last step its own; "nan", "inf"
-    # or "-inf" as a text.
+    # The numbers given to `loop.report`, by name. They may be of a step up to a second earlier, but the last step has
+    # its own. "nan", "inf" and "-inf" are texts.
     scalars: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """The progress of this node's workers, and the time spent besides the steps.
+    """How far this node's workers are, and the time that they spent besides their steps.
 
-    It is written about every 5 s, when there has been no step for a second, when steps go on that stood still, after a
+    Written about every 5 s, and when there has been no step for a second, when steps go on after a standstill, after a
     pause before the first step, and at the end.
 
-    The seconds count from this node's first step in this generation, before it from the start of the workers, for the
-    worker that spent most.
+    The seconds are sums, for the worker that spent most. They count from this node's first step in the generation, and
+    before it from the start of the workers.
     """
 
     generation: int  # The generation.
@@ -184,66 +186,66 @@ class Progress(Event):
     data_s: float  # Seconds of waiting for the loader.
     save_s: float  # Seconds in which the training stood still for a checkpoint or a copy of the state.
     pause_s: float  # Seconds in `loop.pause`.
-    samples: int = 0  # Trained on by the run so far, over all epochs; 0 without a sampler.
-    # Seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the order of
-    # the ranks in `workers_started`; 0 if DDP has measured nothing.
+    samples: int = 0  # Samples trained on by the run so far, over all epochs; 0 without a sampler.
+    # Seconds of each worker's own recent work in a step, without its wait for the other ranks' gradients, in the order
+    # of the ranks in `workers_started`; 0 if DDP has measured nothing.
     own_s: tuple[float, ...] = ()
-    beats: int = 0  # Without a `Loop`, the steps of optimizers of the worker that has made fewest; else 0.
+    beats: int = 0  # Without a `Loop`, the optimizer steps of the worker that has made fewest; otherwise 0.
     age_s: float = 0.0  # Seconds since `step`.
-    pausing: bool = False  # Whether one of them is in `loop.pause` now.
+    pausing: bool = False  # Whether one of the workers is in `loop.pause` now.
 
 
 @dataclass(frozen=True)
 class Committed(Event):
     """A checkpoint is committed. A run without living workers resumes from the newest one."""
 
-    step: int  # The step it holds, counted over the whole run.
+    step: int  # The step that it holds, counted over the whole run.
     generation: int  # The generation that saved it.
-    bytes: int = 0  # Its size.
+    bytes: int = 0  # Its size in bytes.
     took_s: float = 0.0  # Seconds since it was begun: copying the state, writing, committing.
 
 
 @dataclass(frozen=True)
 class Unsaved(Event):
-    """A checkpoint could not be saved: the disk is full, or etcd does not take it. Training goes on."""
+    """A checkpoint could not be saved: the disk is full, or etcd does not accept writes. Training goes on."""
 
-    step: int  # The step that it would hold, counted over the whole run.
+    step: int  # The step that it would have held, counted over the whole run.
     generation: int  # The generation.
-    reason: str  # What was found.
+    reason: str  # Why not.
 
 
 @dataclass(frozen=True)
 class Copied(Event):
-    """The agent keeps a copy of the state in memory."""
+    """The agent keeps a copy of the training state in memory."""
 
     generation: int  # The generation.
-    step: int  # The step it holds, counted over the whole run.
-    bytes: int  # Its size.
+    step: int  # The step that it holds, counted over the whole run.
+    bytes: int  # Its size in bytes.
 
 
 @dataclass(frozen=True)
 class Ready(Event):
     """A worker has set up beside the training, and waits to be let in."""
 
-    local_rank: int  # Its number on this node.
+    local_rank: int  # The worker's number on this node.
 
 
 @dataclass(frozen=True)
 class WorkerEnded(Event):
     """A worker's process has ended."""
 
-    generation: int  # The generation of its start or its last seat; 0 for one that set up beside the training.
+    generation: int  # That of its start or its last seat; 0 for a worker that set up beside the training.
     rank: int  # Its global rank.
     pid: int  # Its process id.
     code: int  # Exit code, or minus the signal's number.
-    failure: str = ""  # How it failed, in a line; "" if it has not, or was ended by its agent.
-    collateral: bool = False  # Whether it failed only because another one had.
+    failure: str = ""  # How it failed, in a line; "" if it did not, or was ended by its agent.
+    collateral: bool = False  # Whether it failed only because another worker had.
     step: int = 0  # The last step that it finished in its generation, counted over the whole run; 0: none.
 
 
 @dataclass(frozen=True)
 class MemberLost(Event):
-    """The leader has taken out a lost node."""
+    """The leader has taken out a node that is lost."""
 
     lost: str  # The node.
     how: str  # The evidence.
@@ -251,73 +253,73 @@ class MemberLost(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """There is no step for too long, or a worker does not end after others have. Without `final` it is a warning."""
+    """No step was made for too long, or a worker does not end after others have."""
 
     generation: int  # The generation.
     step: int  # The last step, counted over the whole run.
-    age_s: float  # Seconds since then.
-    final: bool  # Whether it is a failure.
-    stacks: dict[str, tuple[str, ...]]  # The stacks of the workers: lines by rank.
+    age_s: float  # Seconds since that step.
+    final: bool  # Whether it is a failure; otherwise it is a warning.
+    stacks: dict[str, tuple[str, ...]]  # The stacks of the workers: their lines, by rank.
 
 
 @dataclass(frozen=True)
 class Culprit(Event):
-    """Steps stand still, and the others wait for these ranks, or a run's only rank makes none. It ends nothing.
+    """Steps stand still, and it is known whom the others wait for. It ends nothing.
 
-    The node of rank 0 finds it, or another one where that does not answer; the others hear it from there, and write it
-    as well.
+    The node of rank 0 finds it, or another node if that one does not answer. The other nodes hear it from there, and
+    write it as well. A run's only rank is named, too, when it makes no step.
     """
 
     generation: int  # The generation.
-    step: int  # The last step, counted over the whole run, as rank 0's node has it.
-    age_s: float  # Seconds since then.
-    ranks: tuple[int, ...]  # Global ranks; none if no rank is behind the others.
-    nodes: tuple[str, ...]  # Theirs, or nodes that do not answer.
-    reason: str  # What they do, where in the script, and where the others wait.
-    # How many of these seconds it has been known that a rank is lost, while no other group could be agreed.
+    step: int  # The last step, counted over the whole run, as the node of rank 0 has it.
+    age_s: float  # Seconds since that step.
+    ranks: tuple[int, ...]  # The global ranks that are waited for; none if no rank is behind the others.
+    nodes: tuple[str, ...]  # Their nodes, or nodes that do not answer.
+    reason: str  # What those ranks do, where in the script, and where the others wait.
+    # For how many of these seconds a rank was known to be lost while no new generation could be agreed.
     unagreed_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class GoesOn(Event):
-    """This node's workers make steps again, after a time without one of which `culprit` or `stalled` has told."""
+    """This node's workers make steps again, after a standstill that `culprit` or `stalled` has reported."""
 
     generation: int  # The generation.
-    step: int  # The last step before that time, as in `culprit`.
+    step: int  # The last step before the standstill, as in `culprit`.
 
 
 @dataclass(frozen=True)
 class Straggler(Event):
-    """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0."""
+    """A node is slow, so the others wait for it in every step; or none is any more. Written by the node of rank 0."""
 
     generation: int  # The generation.
     step: int  # The last step, counted over the whole run.
-    slow: str  # The node; "" when it has caught up.
+    slow: str  # The slow node; "" when it has caught up.
     own_s: float  # Seconds of its own work in a step.
-    others_s: float  # The median of the other nodes.
+    others_s: float  # The median of the same seconds over the other nodes.
 
 
 @dataclass(frozen=True)
 class EtcdAway(Event):
-    """Etcd does not answer this agent, so nothing is committed or agreed; or it does again."""
+    """Etcd does not answer this agent, so nothing is committed or agreed; or etcd answers again."""
 
     away_s: float  # Seconds without an answer until now.
-    problem: str = ""  # What a request has got in place of one; "": etcd answers again.
-    # Whether that is another one, which knows nothing: the one that the agents had started has died.
+    problem: str = ""  # What a request got instead of an answer; "": etcd answers again.
+    # Whether the etcd that answers is a new and empty one, because the one that the agents had started has died.
     fresh: bool = False
-    etcd: str = ""  # Its address, then.
+    etcd: str = ""  # The address of the new etcd; "" otherwise.
 
 
 @dataclass(frozen=True)
 class Unwritten(Event):
-    """Events could not be written to this file: the disk is full; or they can again. Written to the file alone.
+    """Events cannot be written to this file, because the disk is full for example; or they can be written again.
 
-    Events from before it that were kept in memory come before the one that says that it is over.
+    Written to the file alone. Events of that time that were kept in memory come before the one with `over`.
     """
 
-    for_s: float  # Seconds for which nothing could be written until now; 0: from now on.
-    reason: str  # What was found.
-    missing: int = 0  # How many events of that time are not in the file; live views have got all.
+    for_s: float  # For how many seconds nothing could be written until now; 0: from now on.
+    reason: str  # The error.
+    missing: int = 0  # How many events of that time are not in the file. Live views have got all.
     over: bool = False  # Whether events are written again.
 
 
@@ -330,7 +332,7 @@ class Failure(Event):
 
 @dataclass(frozen=True)
 class Result(Event):
-    """The run has ended. Every node writes the same."""
+    """The run has ended. Every node writes the same event."""
 
     status: str  # "succeeded" or "failed".
     code: int  # The exit code of all agents.
@@ -339,35 +341,35 @@ class Result(Event):
 
 @dataclass(frozen=True)
 class Leaves(Event):
-    """This node leaves the run, and ends its workers."""
+    """This node leaves the run and ends its workers."""
 
     reason: str  # Why.
 
 
 @dataclass(frozen=True)
 class AgentStopped(Event):
-    """The agent ends. The last event of its life, unless it is killed."""
+    """The agent ends. The last event of an agent's life, unless it is killed."""
 
     code: int  # Its exit code.
 
 
 @dataclass(frozen=True)
 class Record:
-    """An event with its node and times."""
+    """An event with the node that wrote it and its times."""
 
     event: Event  # What happened.
     node: str  # The node whose agent has written it.
-    at: float  # Seconds of its machine's monotonic clock.
-    time: float  # Seconds since 1970, by its machine's wall clock.
+    at: float  # Seconds of the machine's monotonic clock.
+    time: float  # Seconds since 1970, by the machine's wall clock.
 
 
 def kind_of(event: Event) -> str:
-    """The name of its kind on a line."""
+    """The name of the event's kind in a line."""
     return _NAMES[type(event)]
 
 
 def encode(event: Event, node: str, at: float, time: datetime) -> bytes:
-    """The line, without its end."""
+    """The event as a line, without the line's end."""
     head = {"v": VERSION, "event": kind_of(event), "node": node, "at": round(at, 6), "time": time.isoformat()}
     return json_text({**head, **vars(event)}).encode()
 
@@ -379,7 +381,8 @@ def decode(line: bytes | str) -> Record | None:
         if found["v"] != VERSION:
             return None
         kind = KINDS[found["event"]]
-        if kind is Step and "scalars" in found:  # Some of them may be "nan".
+        # JSON has no "nan", so such a scalar is a text.
+        if kind is Step and "scalars" in found:
             found["scalars"] = {name: float(value) for name, value in found["scalars"].items()}
         event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
         time = datetime.fromisoformat(found["time"]).timestamp()

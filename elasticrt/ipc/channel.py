@@ -1,7 +1,7 @@
 """A channel: messages in frames over a unix stream socket, with file descriptors.
 
-A frame is a four-byte length and the encoded message. Descriptors travel with the first byte of their frame. The
-receiver owns them, and closes them.
+A frame is a length of four bytes and the encoded message. Descriptors travel with the first byte of their frame. The
+receiver owns them and closes them.
 """
 
 from __future__ import annotations
@@ -18,43 +18,45 @@ from collections.abc import Sequence
 from elasticrt.ipc.messages import FRAME_MAX_BYTES, Message, decode, encode
 
 _LENGTH = struct.Struct("!I")
-# A Start brings six. The kernel drops what has no room here.
+# A Start brings six descriptors. The kernel drops those that do not fit into the receiver's buffer.
 _FDS_MAX = 16
 
 
 class ChannelClosed(Exception):  # noqa: N818  It is the ordinary end of a channel.
-    """The other side has ended, or has closed the channel."""
+    """The other side has ended or closed the channel."""
 
 
 class Channel:
-    """One end, on `sock`. One thread at a time may call `send`, and one `receive`."""
+    """One end of a channel, on the socket `sock`. Only one thread at a time may call `send`, and only one `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._buffer = bytearray()
+        # Received with the present frame, which may be incomplete.
         self._fds: list[int] = []
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """A channel, and the socket of the other side, which is passed on as a descriptor and then closed here."""
+        """A new channel, and the socket of its other end, which is passed on as a descriptor and then closed here."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(mine), theirs
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """The channel behind an inherited descriptor `fd`, which becomes close-on-exec. Raises OSError for others."""
+        """The channel on an inherited descriptor `fd`, which becomes close-on-exec. Raises OSError for others."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """For `select`."""
+        """The descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a whole message, with `fds`. Raises ChannelClosed if the other side has ended."""
+        """Send a whole message with the descriptors `fds`. Raises ChannelClosed if the other side has ended."""
         body = encode(message)
         frame = _LENGTH.pack(len(body)) + body
         try:
+            # A send on a stream may take only a part of the frame. The descriptors go with the first part.
             sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
             self._socket.sendall(frame[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -64,16 +66,18 @@ class Channel:
         """The next message and its descriptors; None after `timeout_s` seconds without one.
 
         Without a timeout it waits for ever, which is right only for a process that ends with the other side. Raises
-        ChannelClosed at the end of the stream, ValueError for a malformed frame.
+        ChannelClosed at the end of the stream, and ValueError for a malformed frame.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        poll = select.poll()  # `select.select` takes no descriptor from 1024 on.
+        # Not `select.select`, which takes no descriptor above 1023.
+        poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
             if self.pending():
                 body = bytes(self._buffer[_LENGTH.size :])
                 self._buffer.clear()
-                message = decode(body)  # If it fails, `close` closes the descriptors.
+                # If decoding fails, `close` closes the descriptors.
+                message = decode(body)
                 fds, self._fds = self._fds, []
                 return message, fds
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -82,18 +86,18 @@ class Channel:
             self._read_some()
 
     def pending(self) -> bool:
-        """Whether a whole message is buffered, which `select` on the socket would miss."""
+        """Whether a whole message is buffered: `select` on the socket would not tell."""
         return self._missing() == 0
 
     def close(self) -> None:
-        """Close this end, and descriptors that were received with an incomplete frame."""
+        """Close this end, and descriptors that came with an incomplete frame."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []
         self._socket.close()
 
     def _missing(self) -> int:
-        """Bytes that are missing of the present frame, or of its length. Raises ValueError when it is too long."""
+        """How many bytes of the present frame, or of its length, are missing. Raises ValueError if it is too long."""
         if len(self._buffer) < _LENGTH.size:
             return _LENGTH.size - len(self._buffer)
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -102,8 +106,8 @@ class Channel:
         return _LENGTH.size + int(length) - len(self._buffer)
 
     def _read_some(self) -> None:
-        # Read no further than this frame. Otherwise a frame without descriptors would get those of the next one: the
-        # kernel ends a recvmsg after descriptors, not before them.
+        # Read no further than to the end of this frame. Otherwise a frame without descriptors could get those of the
+        # next frame, because the kernel ends a recvmsg after descriptors, not before them.
         try:
             ancillary_size = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
             flags = socket.MSG_CMSG_CLOEXEC
@@ -111,6 +115,7 @@ class Channel:
         except ConnectionResetError as error:
             raise ChannelClosed(str(error)) from error
         for level, kind, payload in ancillary:
+            # The payload may end within a descriptor, if the buffer was too small.
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])

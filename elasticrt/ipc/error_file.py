@@ -15,16 +15,20 @@ from elasticrt.text import cut
 
 MESSAGE_BYTES_MAX = 16 * 1024
 CALLSTACK_BYTES_MAX = 48 * 1024
-"""An agent reads at most 256 KiB, and cannot parse JSON that is cut in the middle. The log has the rest."""
+"""An agent reads at most 256 KiB of an error file, and cannot parse JSON that is cut in the middle. The log has the
+whole."""
 
 _CUT = "\n[... a long text is cut here ...]\n"
 
 
 class Described(NamedTuple):
-    """Excerpts of an exception of the script. They are short because peers wait meanwhile.
+    """Excerpts of an exception of the script. They are short because the other ranks wait while they are made.
 
-    `message` is the beginning of the text; `callstack` the beginning and the end of the traceback, all of it if
-    `whole`.
+    Attributes:
+        name: the exception's type.
+        message: the beginning of its text.
+        callstack: the beginning and the end of the traceback.
+        whole: whether `callstack` is all of it.
     """
 
     name: str
@@ -34,7 +38,7 @@ class Described(NamedTuple):
 
 
 def described(error: BaseException) -> Described:
-    """Excerpts of `error`, even if its own methods raise."""
+    """Excerpts of `error`, even if the exception's own methods raise."""
     callstack, part = "".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX // 2
     whole = len(callstack) <= CALLSTACK_BYTES_MAX
     shown = callstack if whole else f"{callstack[: part - len(_CUT)]}{_CUT}{callstack[-part:]}"
@@ -42,7 +46,7 @@ def described(error: BaseException) -> Described:
 
 
 def write_error_file(error: BaseException) -> None:
-    """Write `error` to $TORCHELASTIC_ERROR_FILE, unless the script has done so itself, as with `@record`."""
+    """Write `error` to $TORCHELASTIC_ERROR_FILE, unless the script has written there itself, as `@record` does."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

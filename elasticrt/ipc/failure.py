@@ -1,7 +1,7 @@
-"""The failure of a worker, as agents, reports in etcd and the run's result have it, and which errors are causes. Pure.
+"""The failure of a worker, as agents, reports in etcd and a run's result hold it, and which errors are causes. Pure.
 
 When one worker dies, all others fail in their next collective. These errors are *collateral*: true, but of no use. The
-agent does not blame them, and a worker prints one line for them instead of a traceback.
+agent does not blame these workers, and each prints one line instead of a traceback.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ from typing import Literal
 from elasticrt.ipc.env import COUNT_MAX
 from elasticrt.text import cut
 
+# The exit codes of a run that a failure can make final; 0: a restart may help.
 FinalCode = Literal[0, 1, 5, 6, 7]
 
 SUMMARY_MAX_BYTES = 400
 TEXT_MAX_BYTES = 6000
-"""The limits of texts in a report in etcd, and in the result of a run."""
+"""The longest texts in a report in etcd, and in the result of a run."""
 
 ENDED_EARLY = (
     "ended early, with exit code 0, while others were in a collective; "
     "let all ranks make equally many steps, and none of them call sys.exit before"
 )
+# The form of `Failure.early`.
 _EARLY = re.compile(r"([0-9a-f]{16})?")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one worker, or of all workers of a node. Long texts are cut; other wrong values raise ValueError.
+    """The failure of one worker, or of all workers of a node.
+
+    Texts that are too long are cut; other wrong values raise ValueError.
 
     Attributes:
-        rank: global rank of the worker.
-        code: exit code, or minus the signal number.
-        collateral: it failed only because another worker had.
+        rank: the worker's global rank.
+        code: the exit code, or minus the signal number.
+        collateral: whether the worker failed only because another one had.
         summary: where and how, in one line.
-        text: the same in full: the end of the worker's output, or the stacks of its threads.
-        final_code: the exit code of the run, if no restart can cure this; else 0.
-        misfit: the script of the worker is not the run's, so its node leaves; that costs no restart.
-        stalled: no process ended, but no step was made for too long.
-        killed: a signal has ended the worker after a step of its own, and that is the cause.
-        unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
-        early: a digest of the error before the first step, and its place. If it comes twice, it will come again.
-        beats: steps of the run that the worker had finished; in a script without a Loop, optimizer steps that it made.
-        loaded: when the newest snapshot was written from which it made them, in microseconds since the epoch, or 0.
+        text: the same in full, with the end of the worker's output or the stacks of its threads.
+        final_code: the exit code of the run if no restart can help; otherwise 0.
+        misfit: whether the worker's script differs from the run's. Then its node leaves, which costs no restart.
+        stalled: whether no process ended, but no step was made for too long.
+        killed: whether a signal has ended the worker after a step of its own, and that is the cause.
+        unmet: whether the worker could not reach another one. In a node's report: in several generations in a row.
+        early: a digest of the error and its place if it came before the first step; otherwise "". An error that comes
+            twice there will come again.
+        beats: steps of the run that the worker had finished; in a script without a Loop, its optimizer steps.
+        loaded: when the snapshot was written from which the worker made them, in microseconds since the epoch; or 0.
     """
 
     rank: int
@@ -74,10 +79,11 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure], ended: Sequence[str]) -> Failure | None:
-    """The first cause among `failures`, in the order in which they came; None without failures.
+    """The first cause among `failures`, which are in the order in which they came; None without failures.
 
-    It is the first failure that is not collateral. If there is none, the others waited for a worker that had ended with
-    code 0: a failure that says so, or the first of `ended`, descriptions of such workers. Else it is the first failure.
+    That is the first failure that is not collateral. If all are, the others waited for a worker that had ended with
+    exit code 0: the failure that says so, or the first of `ended`, which describes such workers. Otherwise it is the
+    first failure.
     """
     causes = [each for each in failures if not each.collateral] or [each for each in failures if each.code == 0]
     if not causes and failures and ended:
@@ -87,9 +93,12 @@ def first_cause(failures: Sequence[Failure], ended: Sequence[str]) -> Failure | 
     return next(iter([*causes, *failures]), None)
 
 
+# The types of exceptions that torch's communication raises. The first ones always mean the network; the others need the
+# words below.
 _NETWORK_TYPES = {"DistNetworkError", "DistStoreError"}
 _COLLECTIVE_TYPES = {"DistBackendError", "DistError", "RuntimeError", "ConnectionError", "ConnectionResetError"}
 _COLLECTIVE_TYPES |= {"BrokenPipeError", "ConnectionRefusedError", "TimeoutError"}
+# The words of gloo, NCCL and torch's store for a lost peer.
 PEER_IS_GONE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection refused|"
     r"remote process (has )?exited|timed out waiting \d+ ?ms|application timeout caused pair closure|"
@@ -105,14 +114,16 @@ NEVER_MET = re.compile(
 
 NOT_LET_GO = "gloo did not let it go"
 LET_GO_NEVER = f"{NOT_LET_GO} (connection closed by peer in the middle of a message)"
-"""The error of a survivor that gloo leaves waiting for ever, so that it is replaced. docs/limits.md says how often."""
+"""The error of a survivor that gloo leaves waiting for ever, so that the worker is replaced. docs/limits.md says how
+often this happens."""
 
 _OF_GLOO = re.compile(
     r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\] ?|\.? This is typically caused by a remote worker .*", re.DOTALL
 )
-"""The place in gloo's source, and its advice to read the logs of another worker."""
+"""In a message: the place in gloo's source, and gloo's advice to read the logs of another worker."""
 
 _ANNOUNCED = re.compile(r"remote=\[([^\]]+)\]|connect to ([0-9a-f.:]+)<|address of \(([^,)]+),", re.IGNORECASE)
+# Signs of torch's communication in a traceback.
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
 
 
@@ -120,22 +131,22 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     """Whether an exception says that a peer is gone, and nothing about this worker.
 
     Args:
-        exception: its type, possibly with a module.
+        exception: its type, with or without its module.
         message: its text.
-        callstack: its traceback. The exceptions of a chain are judged as well. A user's own network error has the same
-            words, so torch's communication has to be in the message or the traceback.
+        callstack: its traceback. The exceptions of a chain are judged as well. A network error of the user's code has
+            the same words, so torch's communication must appear in the message or in the traceback.
     """
     chain = [(exception, message), *exceptions_in(callstack)]
     return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
 
 
 def in_words(message: str) -> str:
-    """The message of an error without what says nothing about it."""
+    """The message of an error, without its parts that say nothing about the error."""
     return _OF_GLOO.sub("", message)
 
 
 def announced_address(message: str) -> str:
-    """The address at which another worker was not reached; "" if it is not in the message."""
+    """The address at which another worker was not reached; "" if the message does not have it."""
     found = _ANNOUNCED.search(message)
     return next(filter(None, found.groups()), "") if found else ""
 
@@ -166,6 +177,7 @@ def exceptions_in(callstack: str) -> list[tuple[str, str]]:
     for line in callstack.splitlines():
         if line.endswith(TRACEBACK):
             inside = True
+        # The line of the exception is the first one after a block that is not indented.
         elif inside and line and not line.startswith(" "):
             match = _EXCEPTION_LINE.match(line)
             if match:

@@ -18,7 +18,8 @@ def make_directory(path: Path) -> None:
     """Make the directory `path`, with missing parents. Raises OSError."""
     for each in reversed((path, *path.parents)):
         if not os.path.lexists(each):
-            with contextlib.suppress(FileExistsError):  # Another process was faster.
+            # Another process may be faster.
+            with contextlib.suppress(FileExistsError):
                 each.mkdir(DIRECTORY_MODE)
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is not a directory")

@@ -1,8 +1,8 @@
 """A short form of torch's flight recorder, for the status page and for other agents. Pure.
 
-Torch records the newest collectives of each process, with nccl and gloo: TORCH_FR_BUFFER_SIZE of them, by default
-2,000; 0 turns it off. Its JSON (version 2.10 in torch 2.13) has for each its group, its number in it, operation, sizes,
-and whether it is over.
+Torch records the newest collectives of each process, with NCCL and gloo: TORCH_FR_BUFFER_SIZE of them, by default
+2,000; 0 turns the recorder off. Its JSON (version 2.10 in torch 2.13) has an entry for each collective: its group, its
+number in the group, its operation and sizes, and whether it is over.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 
 from elasticrt.text import cut
 
+# How many process groups a text has, and the longest name and description in it.
 GROUPS_MAX = 4
 WHAT_MAX_BYTES = 60
 FLIGHTS_BYTES = 512
-"""The limit of one rank's text."""
+"""The longest text of one rank."""
 
 
 @dataclass(frozen=True)
 class Flight:
-    """One rank in one process group.
+    """The state of one rank in one process group.
 
     Attributes:
-        group: "default_pg", or what torch calls it.
-        begun: the number of the newest collective that it has begun there.
-        awaits: the number of the oldest one that is not over; 0 if all are.
-        what: that one, or the newest one if all are over: "all_reduce of [12]".
+        group: "default_pg", or what torch calls the group.
+        begun: the number of the newest collective that the rank has begun there.
+        awaits: the number of the oldest collective that is not over; 0 if all are.
+        what: this collective, or the newest one if all are over: "all_reduce of [12]".
     """
 
     group: str
@@ -37,17 +38,19 @@ class Flight:
 
 
 def shortened(trace: str | bytes) -> str:
-    """The flights in torch's `trace`, as JSON of at most FLIGHTS_BYTES; "" if there are none."""
+    """The flights in torch's `trace`, as JSON of at most FLIGHTS_BYTES bytes; "" if there are none."""
     try:
         entries = [each for each in json.loads(trace)["entries"] if not each["is_p2p"]]
         newest = sorted(entries, key=lambda each: each["record_id"], reverse=True)
         groups: dict[str, list[dict[str, Any]]] = {}
         for each in newest:
             mine = groups.setdefault(_group(each), [])
-            if not mine or mine[0]["pg_id"] == each["pg_id"]:  # Else it is an older group of the same name.
+            # Another id is an older group of the same name.
+            if not mine or mine[0]["pg_id"] == each["pg_id"]:
                 mine.append(each)
         rows = [_row(name, mine) for name, mine in list(groups.items())[:GROUPS_MAX]]
-    except (ValueError, KeyError, TypeError, IndexError):  # Another version's.
+    # Another version of torch writes other JSON.
+    except (ValueError, KeyError, TypeError, IndexError):
         return ""
     while rows and len(json.dumps(rows)) > FLIGHTS_BYTES:
         rows.pop()
@@ -55,7 +58,7 @@ def shortened(trace: str | bytes) -> str:
 
 
 def read(text: str) -> tuple[Flight, ...]:
-    """The flights in a text by `shortened`; none in any other text."""
+    """The flights in a text that `shortened` made; none in any other text."""
     try:
         rows = [(str(group), int(begun), int(awaits), str(what)) for group, begun, awaits, what in json.loads(text)]
     except (ValueError, TypeError):
@@ -69,6 +72,7 @@ def _group(entry: dict[str, Any]) -> str:
 
 
 def _row(name: str, newest: list[dict[str, Any]]) -> list[str | int]:
+    # An entry that was retired, or is completed, is over. Neither alone tells it for all of torch's backends.
     waits = [each for each in newest if not each["retired"] and each["state"] != "completed"]
     shown = waits[-1] if waits else newest[0]
     sizes = " and ".join(str(size) for size in shown["input_sizes"])

@@ -1,6 +1,6 @@
 """The ledger file of one rank of one start, as lines that are written and read. Pure.
 
-The first line says who writes, and what was there before. Each of the others is a step that begins, or an end.
+The first line says who writes, and what the start goes on from. Each later line is a step that begins, or an end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FORMAT = 2
 SUFFIX = ".ledger"
 
 Link = tuple[str, int]
-"""A start and its last step that counts."""
+"""A start, and its last step that counts."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Opening:
 
     Attributes:
         start: name of the start, the same on all its ranks.
-        run, generation, rank, world_size, node: as the agent has them; "", 0 and "" without one.
-        steps, epoch: where it went on.
-        history: what the state at `steps` descends from, oldest first.
+        run, generation, rank, world_size, node: as the agent has them; "", 0 and "" without an agent.
+        steps, epoch: where the start goes on.
+        history: the starts that the state at `steps` descends from, oldest first.
         samples: length of the data set.
-        before: other starts that had a file in this rank's directory already, less those of the history.
+        before: other starts that already had a file in this rank's directory, without those of the history.
     """
 
     start: str
@@ -49,7 +49,7 @@ class Opening:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Opening:
-        """Raises ValueError, KeyError, TypeError when it is none."""
+        """The opening in a parsed line. Raises ValueError, KeyError or TypeError if the line is not an opening."""
         if fields.pop("format", None) != FORMAT:
             raise ValueError(f"not the beginning of a ledger of format {FORMAT}")
         history = tuple((str(start), int(last)) for start, last in fields.pop("history"))
@@ -64,7 +64,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One rank's part of a step: `ids` are the indices into the data set, empty when this rank had none."""
+    """One rank's part of a step: `ids` are indices into the data set; none if the rank had no samples in the step."""
 
     step: int
     epoch: int
@@ -80,9 +80,9 @@ class Closing:
     """An epoch's body has ended. Samples that are neither trained nor excused were left out by the script.
 
     Attributes:
-        epoch: its number.
-        steps: after how many steps.
-        trained: samples of the epoch that were trained.
+        epoch: the epoch's number.
+        steps: the steps that were done by then.
+        trained: samples of the epoch that were trained on.
         excused: samples that `drop_last` left out.
     """
 
@@ -97,7 +97,7 @@ class Closing:
 
 
 def end_line(steps: int) -> str:
-    """The loop has ended by itself after `steps`."""
+    """The line that says that the loop has ended by itself after `steps`."""
     return json.dumps({"end": steps}) + "\n"
 
 
@@ -105,7 +105,7 @@ def end_line(steps: int) -> str:
 class LedgerFile:
     """What one rank of one start has written.
 
-    Of a step that was begun twice the last entry counts: the script has broken off the first try.
+    If a step was begun twice, its last entry counts: the script broke off the first try.
     """
 
     name: str
@@ -116,16 +116,16 @@ class LedgerFile:
 
     @property
     def finished(self) -> int:
-        """The last step that this rank has certainly finished: the end it wrote, else the one before its last."""
+        """The last step that this rank has certainly finished: the end it wrote, or the one before its last entry."""
         if self.end is not None:
             return self.end
         return max(max(self.entries, default=0) - 1, self.opening.steps)
 
 
 def read(name: str, content: bytes) -> LedgerFile | None:
-    """Parse a file; None when it has no whole line. A last line without an end is dropped: its writer was killed.
+    """Parse a file; None if it has no whole line. A last line without an end is dropped: its writer was killed.
 
-    Raises ValueError saying which line is wrong.
+    Raises ValueError that says which line is wrong.
     """
     lines = content.split(b"\n")[:-1]
     if not lines:

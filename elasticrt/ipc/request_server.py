@@ -1,6 +1,6 @@
 """A server for short requests: one request and one answer for each connection.
 
-A slow client delays no other one: each has a deadline, and if there are too many, the oldest is closed.
+A slow client delays no other one. Each has a deadline, and if there are too many clients, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Client:
-    """One connection, with the `text` received so far; `asked`: that is a whole request."""
+    """One connection.
+
+    `text` was received so far; with `asked` it is a whole request.
+    """
 
     connection: socket.socket
     text: bytes = b""
@@ -30,13 +33,14 @@ class RequestServer:
     """Answers requests from `start` until `close`.
 
     Args:
-        thread: where it works.
+        thread: where the server works.
         listener: the listening socket. The server closes it.
-        asked: called on the thread with each client and its request. `answer` or `hang_up` follows, at once or later.
-        ends: the end of a request.
+        asked: called on the thread with each client and its request. `answer` or `hang_up` must follow, at once or
+            later.
+        ends: the bytes that end a request.
         bytes_max: a longer request gets no answer.
         request_s: seconds from the connection to the end of the answer.
-        clients_max: open connections at most.
+        clients_max: the most connections that are open at a time.
     """
 
     def __init__(
@@ -58,22 +62,24 @@ class RequestServer:
         self._request_s = request_s
         self._clients_max = clients_max
         self._clients: dict[Client, None] = {}  # The oldest first.
+        # Whether the last connection could not be accepted for lack of descriptors. It is warned of once.
         self._short = False
         listener.setblocking(False)
 
     def start(self) -> None:
-        """Begin to answer. Connections that came before have waited."""
+        """Begin to answer. Earlier connections have waited in the socket's backlog."""
         self._thread.call(self._listen)
 
     def close(self) -> None:
-        """Close all connections and the port, before this returns."""
+        """Close all connections and the port. When this returns they are closed."""
         self._thread.wait_for(self._stop)
 
     def answer(self, client: Client, data: bytes) -> None:
-        """Send `data` to a client, if it is still there, and hang up. Some 200 KB fit; the rest is not waited for."""
+        """Send `data` to a client, if it is still there, and hang up. About 200 KB fit; the rest is not waited for."""
         if client in self._clients:
-            with contextlib.suppress(OSError):  # The client is gone.
-                # The kernel keeps it until the client reads. Without this it has room for some 16 KB.
+            # The client may be gone.
+            with contextlib.suppress(OSError):
+                # The kernel keeps the data until the client reads them. Without this option it has room for some 16 KB.
                 client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(data))
                 client.connection.send(data)
             self.hang_up(client)
@@ -96,13 +102,14 @@ class RequestServer:
             self.hang_up(client)
 
     def _accept(self) -> None:
-        # The oldest one goes, not the newcomer: clients that say nothing must not keep out one that asks.
+        # The oldest client goes, not the newcomer: clients that say nothing must not keep out one that asks.
         if len(self._clients) >= self._clients_max:
             self.hang_up(next(iter(self._clients)))
         try:
             connection, _ = self._listener.accept()
+        # The client is gone again.
         except (BlockingIOError, ConnectionError):
-            return  # The client is gone again.
+            return
         except OSError as error:
             self._run_short(error)
             return
@@ -111,11 +118,11 @@ class RequestServer:
         client = Client(connection)
         self._clients[client] = None
         self._thread.watch(connection, READ, partial(self._hear, client))
-        # Timers are not cancelled: for a client that has been answered this does nothing.
+        # Timers are not cancelled. For a client that has been answered this one does nothing.
         self._thread.after(self._request_s, partial(self.hang_up, client))
 
     def _run_short(self, error: OSError) -> None:
-        """Without a free descriptor, close the oldest connection; if there is none, try again after a pause."""
+        """No descriptor is free: close the oldest connection; if there is none, accept again after a pause."""
         if self._clients:
             self.hang_up(next(iter(self._clients)))
             return
@@ -132,7 +139,8 @@ class RequestServer:
             piece = b""
         client.text += piece
         request, end, _ = client.text.partition(self._ends)
-        if not piece or client.asked:  # The client is gone, or sends more than its request.
+        # The client is gone, or sends more than its request.
+        if not piece or client.asked:
             self.hang_up(client)
         elif end:
             client.asked = True

@@ -1,4 +1,4 @@
-"""Keeps room on a disk for the end of a file that grows."""
+"""Reserves room on a disk for the end of a file that grows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 from functools import cache
 from typing import Any
 
-KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+# FALLOC_FL_KEEP_SIZE: the file's size stays as it is, so readers see nothing of the reserved room.
+KEEP_SIZE = 1
+# The disk, the user's quota or the largest size of a file is reached.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -21,9 +23,10 @@ def _fallocate() -> Any:
 
 
 def keep_room(fd: int, size: int) -> None:
-    """Keep `size` bytes behind the end of the file, which stays where it is. Nothing is kept where that is unheard of.
+    """Reserve `size` bytes beyond the end of the file. Its size does not change.
 
-    Raises OSError when there is no such room; what was kept before remains.
+    Does nothing if the C library or the file system cannot reserve. Raises OSError if there is no such room; what was
+    reserved before remains.
     """
     fallocate = _fallocate()
     if fallocate is not None and fallocate(fd, KEEP_SIZE, os.fstat(fd).st_size, size) and ctypes.get_errno() in FULL:
@@ -31,5 +34,5 @@ def keep_room(fd: int, size: int) -> None:
 
 
 def give_room_back(fd: int) -> None:
-    """Keep nothing behind the end of the file any more. Raises OSError."""
+    """Give up the room that is reserved beyond the end of the file. Raises OSError."""
     os.ftruncate(fd, os.fstat(fd).st_size)

@@ -1,4 +1,4 @@
-"""A thread that waits for files and times, and then calls the action that belongs to each."""
+"""A thread that waits for files and times, and calls the action that belongs to each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 Action = Callable[[], object]
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
-# A turn takes milliseconds.
+# How long `close` and `wait_for` wait for the thread. A turn of it takes milliseconds.
 CLOSE_S = 2.0
 
 SHORT_S = 0.05
 """How long a listening socket rests when the process has no free descriptor. Accepting again at once would fail again,
-and take all of a processor."""
+and keep a processor busy."""
 
 
 class SelectorThread:
     """One thread with a selector. It runs from its construction until `close`.
 
     Other threads use `call`, `wait_for` and `close`. All other methods belong to the thread itself, which runs every
-    action. An action that raises ends the thread with that error.
+    action. An action that raises ends the thread with its error.
 
     Args:
         name: the thread's name.
@@ -39,13 +39,16 @@ class SelectorThread:
     def __init__(self, name: str, ending: Action = lambda: None) -> None:
         self._ending = ending
         self._calls: deque[Action] = deque()
+        # A heap of (time, serial number, action).
         self._timers: list[tuple[float, int, Action]] = []
         self._serial = itertools.count()  # Orders timers of the same time.
         self._watched: dict[Any, Action] = {}
         self._closing = False
+        # An eventfd that ends the thread's wait.
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
-        self._lock = threading.Lock()  # Guards `_wakeup`: once it is closed, its number may be another file's.
+        # Guards `_wakeup`: once that is closed, its number may be another file's.
+        self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self.watch(self._wakeup, READ, lambda: os.eventfd_read(self._wakeup))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -67,27 +70,32 @@ class SelectorThread:
         done.wait(timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """End the thread after its pending calls and one last read of its files; waits at most `timeout_s`."""
+        """End the thread after its pending calls and one last read of its files. Waits at most `timeout_s`."""
         self._closing = True
         self._wake()
         self._thread.join(timeout_s)
 
     def watch(self, file: Any, events: int, action: Action) -> None:
-        """Call `action` whenever `file` (a descriptor, or an object that has one) can be read or written (`events`).
+        """Call `action` whenever `file` can be read or written.
 
         A second call for the same file replaces its events and action.
+
+        Args:
+            file: a descriptor, or an object that has one.
+            events: READ, WRITE or both.
+            action: what to call.
         """
         how = self._selector.modify if file in self._watched else self._selector.register
         self._watched[file] = action
         how(file, events, action)
 
     def forget(self, file: Any) -> None:
-        """Stop watching `file`, if it is watched. It may be closed already."""
+        """Stop watching `file`, if it is watched. The file may be closed already."""
         if self._watched.pop(file, None) is not None:
             self._selector.unregister(file)
 
     def rest(self, file: Any) -> None:
-        """Do not watch `file`, a socket, for SHORT_S; then as before, unless it has been closed."""
+        """Do not watch the socket `file` for SHORT_S; then watch it as before, unless it has been closed."""
         events, action = self._selector.get_key(file).events, self._watched[file]
         self.forget(file)
         self.after(SHORT_S, lambda: self.watch(file, events, action) if file.fileno() >= 0 else None)
@@ -104,7 +112,8 @@ class SelectorThread:
         try:
             while not self._closing:
                 self._turn(max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None)
-            self._turn(0.0)  # What was written just before is still in the pipes.
+            # What was written just before `close` is still in the pipes.
+            self._turn(0.0)
         finally:
             self._ending()
             self._watched.clear()
@@ -120,11 +129,13 @@ class SelectorThread:
 
     def _turn(self, timeout_s: float | None) -> None:
         ready = self._selector.select(timeout_s)
-        while self._calls:  # Calls first: what is read may be the answer to one.
+        # Calls come first: what can be read may be the answer to one.
+        while self._calls:
             self._calls.popleft()()
         for key, _ in ready:
             action = self._watched.get(key.fileobj)
-            if action is not None and action is key.data:  # Else an earlier action has replaced it.
+            # An earlier action may have replaced or forgotten this one.
+            if action is not None and action is key.data:
                 action()
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()

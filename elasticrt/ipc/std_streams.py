@@ -1,7 +1,7 @@
 """Writes to stdout and stderr, which may be closed, full, or without a reader (`elasticrt status | head -3`).
 
-An agent shares them with its workers. A line of theirs may be unfinished, such as a progress bar: whatever another one
-writes begins a line of its own.
+An agent shares these streams with its workers. A line of one writer may be unfinished, such as a progress bar; what
+another one writes then begins a line of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TextIO
 
 _Aside = Callable[[bool], AbstractContextManager[None]]
 _last_line: list[_Aside] = []
-"""What takes away the line that this process keeps at the end of its terminal: one, or none."""
+"""Takes away the line that this process keeps at the end of its terminal, while something is written: one such
+function, or none."""
 
 
 def keep_last_line(aside: _Aside | None) -> None:
@@ -27,17 +28,18 @@ def keep_last_line(aside: _Aside | None) -> None:
 
 
 LOCK_S_MAX = 0.5
-"""A terminal that is stopped (Ctrl-S) blocks its writer. Other threads wait no longer than this for it."""
+"""A terminal that is stopped (Ctrl-S) blocks its writer. Other threads wait no longer than this for the lock."""
 
-_lock = threading.RLock()  # A signal's handler may write while its thread does.
+# Reentrant, because a signal's handler may write while its thread does.
+_lock = threading.RLock()
 _unfinished: dict[tuple[int, int], tuple[object, bool]] = {}
-"""Whose line is unfinished at the end of a terminal, pipe or file, and whether it may be overwritten, as it ends with a
-carriage return."""
+"""By terminal, pipe or file: the owner of the unfinished line at its end, and whether the line may be overwritten
+because it ends with a carriage return."""
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A context that one thread at a time is in."""
+    """A context that one thread at a time is in. After LOCK_S_MAX it is entered without the lock."""
     got = _lock.acquire(timeout=LOCK_S_MAX)
     try:
         yield
@@ -48,9 +50,10 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def turn(fd: int, text: bytes, owner: object = None) -> Iterator[tuple[bool, bytes]]:
-    """A context in which `owner` writes `text` to `fd`. Without an owner its line does not go on.
+    """A context in which `owner` writes `text` to `fd`. What is written without an owner is a line of its own.
 
-    It yields whether it goes on with a line of this owner, and what ends the line of another one first.
+    Yields whether the text continues an unfinished line of this owner, and what must be written first to end another
+    one's line.
     """
     with held():
         stat = os.fstat(fd)
@@ -67,25 +70,28 @@ READER_S_MAX = 1.0
 """How long `put` waits for a reader that reads nothing, once: a terminal that is stopped (Ctrl-S), or a pager."""
 
 _ways: dict[int, int] = {}
-"""Descriptors for which `write` does as `put`, and what is written to instead: the same file, not blocking."""
+"""The descriptors for which `write` does as `put`, and what is written to in their place: the same file, without
+blocking."""
 
 _unread: dict[int, int] = {}
-"""How many lines were dropped, by the descriptor whose reader has read nothing since."""
+"""By descriptor whose reader has stopped reading: how many lines were dropped since."""
 
 
 def hurry(fds: Collection[int] = (1, 2)) -> None:
-    """From now on do not wait for the readers of `fds`: the training waits for this process."""
+    """From now on do not wait for the readers of `fds`: the training would wait for this process."""
     for fd in fds:
         _ways[fd] = fd
-        with contextlib.suppress(OSError):  # It is closed, or another user's terminal.
+        # The stream may be closed, or another user's terminal.
+        with contextlib.suppress(OSError):
             if modes.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
-                # Opened again, because a flag of the descriptor itself is shared with other processes.
+                # The file is opened again, because O_NONBLOCK on the descriptor itself would hold for all processes
+                # that share it.
                 flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
                 _ways[fd] = os.open(f"/proc/self/fd/{fd}", flags)
 
 
 def put(fd: int, data: bytes) -> None:
-    """Write `data` to `fd`, but drop it while the reader reads nothing. What comes next tells of that. OSError."""
+    """Write `data` to `fd`, but drop them while the reader reads nothing. The next output says so. Raises OSError."""
     way, wait_s, note = _ways.get(fd, fd), READER_S_MAX, b""
     if fd in _unread:
         wait_s = 0.0
@@ -96,9 +102,10 @@ def put(fd: int, data: bytes) -> None:
     poll.register(way, select.POLLOUT)
     while view:
         if not poll.poll(wait_s * 1000):
-            _unread[fd] = _unread.get(fd, 0) + data.count(b"\n")  # The last line of a terminal has none.
+            # The last line of a terminal has no end, and is not counted.
+            _unread[fd] = _unread.get(fd, 0) + data.count(b"\n")
             return
-        # What has room takes this much without blocking. Else another process has taken the room meanwhile.
+        # A stream with room takes PIPE_BUF bytes without blocking, unless another process has taken the room meanwhile.
         with contextlib.suppress(BlockingIOError):
             view = view[os.write(way, view[: select.PIPE_BUF]) :]
             _unread.pop(fd, None)
@@ -124,19 +131,20 @@ class Unwritable(OSError):  # noqa: N818  A stream is unwritable.
 
 
 def write(stream: TextIO | None, text: str) -> bool:
-    """Write `text` and flush. False if the stream has no reader: then this and all later output is dropped.
+    """Write `text` and flush. Returns false if the stream has no reader: then this and all later output is dropped.
 
     A missing reader is no error: the command goes on, and its exit code stays the same. Raises Unwritable after any
     other error, such as a full disk.
     """
-    if stream is None:  # It was closed before this process began.
+    # The stream was closed before this process began.
+    if stream is None:
         return False
     fd = _fd(stream)
     try:
         with turn(fd, text[-1:].encode()) if fd >= 0 else nullcontext((False, b"")) as (_, end):
             emit(stream, end.decode() + text)
     except BrokenPipeError:
-        # All later output is dropped, and what is still buffered, which Python flushes at its end.
+        # What is still buffered is dropped as well; otherwise Python would fail to flush it at its end.
         _without_reader.add(stream.fileno())
         _drop_all(stream.fileno())
         return False
@@ -178,9 +186,10 @@ def tell(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print one line from a training process to stderr, marked as ours. It informs; warnings go through `logging`.
+    """Print one line from a training process to stderr, marked as elasticrt's.
 
-    A library must not configure logging, which shows only warnings as long as nobody does.
+    For information; warnings go through `logging`. As long as nobody configures logging it shows only warnings, and a
+    library must not configure it.
     """
     print(f"elasticrt: {line}", file=sys.stderr, flush=True)  # noqa: T201  The one place where the training side prints.
 

@@ -1,6 +1,6 @@
-"""Dataclasses from parsed JSON, each field checked against its annotation. Pure.
+"""Builds dataclasses from parsed JSON, and checks each field against its annotation. Pure.
 
-pydantic does this for records in etcd. This is for what workers read as well, who have the standard library only, and
+pydantic does this for records in etcd. This is for what workers read as well, which have only the standard library, and
 for events, of which a report reads millions.
 """
 
@@ -23,7 +23,7 @@ _JSON: dict[str, tuple[type, ...]] = {
     "dict": (dict,),
     "None": (type(None),),
 }
-"""What JSON makes of each type of field. Elements of lists and objects are not looked at."""
+"""What JSON makes of each type of field. Elements of lists and objects are not checked."""
 
 
 def typed(kind: type[Made], found: Mapping[str, Any]) -> Made:
@@ -32,7 +32,7 @@ def typed(kind: type[Made], found: Mapping[str, Any]) -> Made:
     values = {}
     for name, value in found.items():
         types, is_tuple = expected.get(name, ((), False))
-        # Not isinstance: True is an int for that, and no number here.
+        # Not `isinstance`: True would pass as an int, and is no number here.
         if type(value) not in types:
             raise TypeError(f"{name!r} is no field of {kind.__name__}, or of another type")
         values[name] = tuple(value) if is_tuple else value
@@ -41,6 +41,6 @@ def typed(kind: type[Made], found: Mapping[str, Any]) -> Made:
 
 @cache
 def _expected(kind: type[Any]) -> dict[str, tuple[tuple[type, ...], bool]]:
-    """By field: the types that its value may have in JSON, and whether it becomes a tuple."""
+    """By field: the types that its value may have in JSON, and whether the value becomes a tuple."""
     names = {each.name: [name.partition("[")[0] for name in str(each.type).split(" | ")] for each in fields(kind)}
     return {field: (sum((_JSON[name] for name in kinds), ()), "tuple" in kinds) for field, kinds in names.items()}

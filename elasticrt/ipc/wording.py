@@ -1,4 +1,4 @@
-"""Words for people. Pure."""
+"""Words for people, shared by agents, workers and reports. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from signal import Signals
 
 ANEW = "start again"
-"""The cause of a generation that begins a run again. Whether the agents of the one before were killed or have left, its
-leader does not know."""
+"""The cause of a generation that begins a run again. Its leader does not know whether the agents of the generation
+before were killed or have left."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,26 +16,28 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(items: Iterable[object], most: int = 5) -> str:
-    """`a, b, c, d, e and 3 more`: the first of them, and the number of the others."""
+    """`a, b, c, d, e and 3 more`: the first `most` items, and the number of the others."""
     words = [str(each) for each in items]
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def slow_node(node: str, own_s: float, others_s: float) -> str:
-    """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`; seconds."""
+    """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`. Seconds."""
     times = f"{own_s * 1e3:.0f} ms of a step, that of the others {others_s * 1e3:.0f} ms"
     return f"{node} is slow: its own work takes {times}, and they wait for it"
 
 
 def how_to_go_on(run_id: str, saved: str = "") -> str:
-    """How a run that has ended before its script did goes on. `saved`: what is, in words."""
+    """How to go on with a run that has ended before its script did. `saved` says in words what is saved."""
     return "; ".join(filter(None, (saved, f"to go on: the same command, with --run-id {run_id}")))
 
 
 def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
-    """Up to which step a run is saved, and which of its steps are not, after a leave that was to save `left_after`.
+    """Up to which step a run is saved, and which of its steps are not.
 
-    `reached`: the step of its newest checkpoint, 0 without one.
+    Args:
+        reached: the step of the newest checkpoint; 0 without one.
+        left_after: the step after which the workers left and were to save; 0: they were not.
     """
     saved = f"step {reached:,} is saved" if reached else "no step is saved"
     if left_after <= reached:
@@ -45,7 +47,7 @@ def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of signal `number`: SIGSEGV and so on; "signal 42" for one without."""
+    """The name of signal `number`, such as SIGSEGV; "signal 42" for a number without a name."""
     try:
         return Signals(number).name
     except ValueError:
