@@ -1,7 +1,7 @@
 """Between the fork and the user's program: a worker process gets its session, signals, descriptors and directory.
 
-An error here is reported to the worker parent through a pipe and ends the process. None of the user's code has run yet,
-so it is an error of starting, not of the script. Standard library only.
+An error here is sent to the worker parent through a pipe and ends the process. None of the user's code has run yet, so
+such an error is one of starting, not of the script. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 from elasticrt.ipc.std_streams import point_to_null
 
+# As a shell has them.
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 
 _FD_VARIABLES = {name: f"ELASTICRT_{name.upper()}_FD" for name in ("channel", "page", "state", "listen")}
 _DEFAULT_IN_PROGRAMS = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python ignores for itself, and which a program that is not Python expects to be at their default."""
+"""Signals that Python ignores for itself. A program that is not Python expects them at their default."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Job:
     """What a freshly forked worker process has to do.
 
     Attributes:
-        start: the message that asked for it.
-        fds: its descriptors by name, as in `Start.fd_names`.
-        errors_fd: write end of a close-on-exec pipe for the text of an error before the user's program runs.
-        parent_pid: the worker parent.
-        executes: replace the process image, instead of running the script in this interpreter.
+        start: the message that asked for the worker.
+        fds: the worker's descriptors by name, as in `Start.fd_names`.
+        errors_fd: write end of a close-on-exec pipe, for the text of an error before the user's program runs.
+        parent_pid: the worker parent's process id.
+        executes: whether to replace the process image, instead of running the script in this interpreter.
     """
 
     start: Start
@@ -51,16 +52,20 @@ def fail(job: Job, error: OSError) -> NoReturn:
 
 
 def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
-    """Make this forked process a worker in all but its program; returns the environment it is to have.
+    """Make this forked process a worker in all but its program. Returns the environment that the worker is to have.
 
-    `signals` are the dispositions that the worker parent itself was started with.
+    Args:
+        job: what to do.
+        signals: the dispositions of signals with which the worker parent itself was started, by number.
     """
     try:
+        # A session of its own, so that the processes that the worker starts are found by it (see `ipc.proc`).
         os.setsid()
         die_with_parent(job.parent_pid, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for number, handler in {signal.SIGCHLD: signal.SIG_DFL, **signals}.items():
             signal.signal(number, handler)
+        # The worker parent blocked all signals for the fork. Now the handlers are the worker's own.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _place_standard_streams(job)
         os.chdir(job.start.directory)
@@ -69,8 +74,8 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
     env = dict(job.start.env)
     fds = dict(job.fds)
     if job.executes and "listen" in fds:
-        # Only workers that run in this interpreter can host a store on a given socket. All others bind the port, which
-        # has to be free by then.
+        # Only workers that run in this interpreter can host a store on a given socket. All others bind the port, so it
+        # must be free by then.
         os.close(fds.pop("listen"))
     for name, variable in _FD_VARIABLES.items():
         env[variable] = str(fds.get(name, -1))
@@ -78,7 +83,7 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
 
 
 def execute(job: Job, env: dict[str, str]) -> NoReturn:
-    """Replace this process by the user's command: `python -u script args`, or the command itself."""
+    """Replace this process by the user's command: `python -u script args`, or a program."""
     command = job.start.command
     if job.start.command_kind != "program":
         python = env.get("PYTHON_EXEC") or sys.executable

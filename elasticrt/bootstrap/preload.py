@@ -1,8 +1,8 @@
-"""Warming up: import what workers will need, so that a forked worker has it already.
+"""Warming up: imports what workers will need, so that a forked worker has it already.
 
-That is torch, the parts that torch imports on first use, the well-known libraries that the script
-begins with, and the modules of --preload. A trial fork then shows whether this process can be forked: it must have one
-thread, no children, no CUDA, and no new sockets.
+That is torch, the parts that torch imports on first use, the well-known libraries with which the script begins, and the
+modules of --preload. A trial fork then shows whether this process can be forked: it must have one thread, no children,
+no CUDA, and no new sockets.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ _LAZY = (
 
 
 def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) -> tuple[str, int]:
-    """Import torch and `modules`. Returns why forking is not possible, or "", and torch's thread count.
+    """Import torch and `modules`. Returns why forking is not possible ("" if it is), and torch's number of threads.
+
+    The number of threads is the one that a fresh interpreter uses without OMP_NUM_THREADS.
 
     Args:
-        modules: of --preload.
+        modules: those of --preload. An error in one of them is a reason not to fork.
         directory: the first entry of the script's path, or "".
-        wanted: imported as far as possible.
-
-    The thread count is the one that a fresh interpreter uses where OMP_NUM_THREADS is not set.
+        wanted: modules to import if they can be.
     """
-    # A library that looks for a GPU at its import then asks the driver's own list. Asking CUDA would keep every fork of
-    # this process from using it.
+    # A library that looks for a GPU while it is imported then asks the driver's own list. Asking CUDA would keep every
+    # fork of this process from using CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     sockets_before = set(sockets_of().values())
-    # Imports make no garbage worth the time to look for it. After an error this process forks no script, and collects
-    # nothing: it only starts programs.
+    # Imports make too little garbage to look for it. If they fail, this process only starts programs, and need not
+    # collect anything either.
     gc.disable()
     try:
         threads = _import_torch()
     except Exception as error:  # noqa: BLE001  An OSError of a missing library, for example.
         return f"torch cannot be imported: {error}", 0
-    if directory:  # As a script in it imports.
+    # A script in the directory imports with it as the first entry.
+    if directory:
         sys.path.insert(0, directory)
     try:
         for name in modules:
@@ -70,11 +71,12 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
             sys.path.remove(directory)
     for name in wanted:
         _import_if_there(name)
-    # A fork has these loaded before the script runs, so a local file of that name would not be imported.
+    # A fork has these modules before the script runs, so it would not import a local file of the same name.
     name = _shadowed(directory)
     if name:
         return f"the script's directory has a {name!r} of its own", threads
-    # Nothing that exists now is ever garbage. The collector would touch it, and so copy it, in every worker.
+    # Nothing that exists now is ever garbage. The collector would touch all of it, and so copy its pages, in every
+    # worker.
     gc.freeze()
     gc.enable()
     why = _why_unsafe(sockets_before)
@@ -82,7 +84,7 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
 
 
 def _why_unsafe(sockets_before: set[str]) -> str:
-    """Fork once and look at both sides. Returns "" if neither has a thread, CUDA, a child, or a new socket."""
+    """Why this process cannot be forked, by a trial fork: a thread, CUDA, a child or a new socket; "" without any."""
     if children():
         return "has started a process"
     import torch
@@ -98,7 +100,7 @@ def _why_unsafe(sockets_before: set[str]) -> str:
         return "starts a thread in a forked process"
     if found and torch.cuda.device_count():
         return "has asked for the GPUs (torch.cuda.is_available()), which no fork can use then"
-    # Only after the fork: libraries such as OpenBLAS end their threads before one, and have none afterwards.
+    # Only after the fork: libraries such as OpenBLAS end their threads before a fork, and have none afterwards.
     if _tasks() != 1:
         return f"keeps {_tasks() - 1} thread(s) running"
     if set(sockets_of().values()) - sockets_before:
@@ -111,11 +113,12 @@ def _tasks() -> int:
 
 
 def _shadowed(directory: str) -> str:
-    """A module that is loaded here, and which `directory` ("" for none) has another one of; "" if there is none."""
+    """A loaded module that `directory` ("" for none) has another one of; "" if there is none."""
     try:
         entries = os.listdir(directory) if directory else []  # noqa: PTH208  Names are all we need.
     except OSError:
-        return ""  # Nothing can be imported from there.
+        # Nothing can be imported from there.
+        return ""
     for name in sorted({entry.partition(".")[0] for entry in entries} & sys.modules.keys() - {"__main__"}):
         spec = PathFinder.find_spec(name, [directory])
         # A directory without __init__.py gives way to a real package anywhere on the path.
@@ -128,7 +131,7 @@ def _import_torch() -> int:
     import torch
 
     threads = torch.get_num_threads()
-    # Before anything else: a pool of threads does not survive a fork, and every child would hang.
+    # Before anything else: a thread pool does not survive a fork, and every child would hang.
     torch.set_num_threads(1)
     import torch.distributed
     import torch.nn.parallel
@@ -143,12 +146,13 @@ def _import_torch() -> int:
     ):
         _import_if_there(name)
     torch_versions.find_gloo()
-    # No optimizer's step and no backward pass, however small: where there are GPUs, both ask CUDA for them, and a
-    # thread stays.
+    # No optimizer step and no backward pass, however small: where there are GPUs, both ask CUDA for them, and a thread
+    # stays.
     return threads
 
 
 def _import_if_there(name: str) -> None:
-    # Not in every version or installation, or broken; a script that needs it gets the error where it imports it.
+    # A module may be missing in this version or installation, or be broken. A script that needs it gets the error at
+    # its own import.
     with contextlib.suppress(Exception):
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Become `python -u script args`, in a process that was forked from one that has torch imported already.
+"""Becomes `python -u script args`, in a process that was forked from one that has imported torch already.
 
 A script sees of its interpreter what a fresh one would show: `__main__`, argv, path, environment, multiprocessing,
 random numbers, exit codes, tracebacks. At the end `shutdown.leave` joins threads, runs exit hooks and flushes streams
@@ -30,7 +30,14 @@ from elasticrt.ipc.messages import HANDED_OVER_CODE
 
 
 def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
-    """Run the script `command[0]`, or with `module` the module of that name, with the rest as arguments, and end."""
+    """Run a script, and end this process with its exit code.
+
+    Args:
+        command: the path of the script, or with `module` the name of a module, and its arguments.
+        module: whether to run it as `python -m` does.
+        env: the worker's whole environment.
+        torch_threads: torch's number of threads, unless OMP_NUM_THREADS says another.
+    """
     _take_environment(env)
     _take_identity()
     _prepare_torch(env, torch_threads)
@@ -41,12 +48,15 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     if worker.has_agent:
         env_store.serve_env_rendezvous(worker)
         optimizer_heartbeat.begin()
+    # The newest module so far: those imported later are the script's, and are destroyed at the end.
     last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
-    is_fork = os.getpid() != me  # One that the script has made, which must not act for the worker.
+    # A process that the script has forked returns from `_run` as well, and must not act for the worker.
+    is_fork = os.getpid() != me
     names = ["__main__", *_imported_since(last)]
-    # The link is made here: an interpreter that is ending starts no threads.
-    worker = agent_client.worker_env()  # Of the generation that it is in now.
+    # The agent link is made here, because an interpreter that is ending starts no threads. The worker may be in a later
+    # generation by now.
+    worker = agent_client.worker_env()
     hosts_store = worker.rank == 0 and worker.world_size > 1
     host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
     failed = code not in (0, HANDED_OVER_CODE) and worker.has_agent and not is_fork
@@ -54,9 +64,10 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
 
 
 def _imported_since(marker: str) -> list[str]:
-    """The modules that were imported after the one called `marker`, in that order."""
+    """The modules that were imported after the module `marker`, in that order."""
     found = []
     # From the end: reading the names of all modules would copy, in a fork, all the pages that they are in (2 ms).
+    # Another thread that imports something would break the iteration, so then the names are copied first.
     for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
         if name == marker:
             break
@@ -67,25 +78,28 @@ def _imported_since(marker: str) -> list[str]:
 def _take_environment(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
-    time.tzset()  # TZ may be another one here.
+    # TZ may be another one here.
+    time.tzset()
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  It is a descriptor, and stays open.
 
 
 def _take_identity() -> None:
-    """Get what every program has for itself: a secret for multiprocessing, and a temporary directory."""
+    """Get what every process has for itself: a secret for multiprocessing, and a temporary directory."""
     multiprocessing.current_process().authkey = os.urandom(32)
-    tempfile.tempdir = None  # TMPDIR may be another one here.
+    # TMPDIR may be another one here.
+    tempfile.tempdir = None
 
 
 def _prepare_torch(env: Mapping[str, str], torch_threads: int) -> None:
     import torch
 
-    # All workers are copies of one process, and would draw the same numbers. Python's own `random` reseeds itself.
+    # All workers are copies of one process and would draw the same numbers. Python's own `random` reseeds itself in a
+    # fork.
     torch.default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    # The first number of a list like "4,2"; the others are for nested parallelism.
+    # The first number of a list such as "4,2". The others are for nested parallelism.
     wanted = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else torch_threads)
 
@@ -94,11 +108,12 @@ def _take_path(directory: str) -> None:
     if getattr(sys.flags, "safe_path", False):
         return
     sys.path.insert(0, directory)
+    # The parent's cached listing of the directory may be older than the script's files.
     sys.path_importer_cache.pop(directory, None)
 
 
 def _run(command: list[str], *, module: bool) -> int:
-    """Execute the user's code; its exit code, or minus the number of the signal to end by."""
+    """Execute the user's code. Returns its exit code, or minus the number of the signal to end by."""
     me = os.getpid()
     main = types.ModuleType("__main__")
     vars(main).update({"__builtins__": builtins, "__annotations__": {}})
@@ -115,7 +130,8 @@ def _run(command: list[str], *, module: bool) -> int:
     except SystemExit as request:
         return _exit_code(request.code)
     except Handover:
-        return HANDED_OVER_CODE  # The agent knows, and has the state.
+        # The agent knows of the handover, and has the state.
+        return HANDED_OVER_CODE
     except BaseException as error:  # noqa: BLE001  This is the top of the user's program.
         failure = error
     else:
@@ -125,7 +141,7 @@ def _run(command: list[str], *, module: bool) -> int:
 
 
 def _exit_code(code: object) -> int:
-    """The exit code that Python makes of the argument of `sys.exit`. Prints an argument that is no number."""
+    """The exit code that Python makes of the argument of `sys.exit`. An argument that is no number is printed."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -167,7 +183,7 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
 
 
 def _theirs(error: BaseException) -> types.TracebackType | None:
-    """The traceback without this file's frames, as a script of its own interpreter has it."""
+    """The traceback without this file's frames, as a script in an interpreter of its own has it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,8 +1,8 @@
-"""What a script's source tells before it runs: why a fork cannot run it, and which libraries it begins with.
+"""What a script's source tells before it runs: why a fork cannot run it, and which libraries it imports first.
 
 A fork has imported torch already. A variable that the script sets for torch or one of its libraries to read while they
-load would come too late there, so such a script gets a fresh interpreter. In doubt it gets one as well: that costs time
-and nothing else.
+load would come too late there, so such a script gets a fresh interpreter. In doubt it gets one as well, which costs
+time and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Place = tuple[int, int]
 
 
 def parse(source: str | bytes) -> ast.Module:
-    """A script's syntax tree. Empty for what is not Python: the interpreter reports what is wrong with it."""
+    """A script's syntax tree. Empty for what is not Python: the interpreter reports best what is wrong with it."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -45,10 +45,14 @@ def parse(source: str | bytes) -> ast.Module:
 def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
     """The first write to the environment that comes too late in a fork, in words; "" if there is none.
 
-    Only a write before an import and before `import torch` counts. `env` is what the script starts with: setting a
-    variable to the value that it already has is no write.
+    Only a write before an import and before `import torch` counts.
+
+    Args:
+        tree: of the script.
+        env: what the script starts with. Setting a variable to the value that it already has is no write.
     """
     imports = [(_place(node), name) for node in ast.walk(tree) for name in _imported(node)]
+    # Statements that run for certain, so that an `import torch` among them surely comes after the writes above it.
     certain = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With | ast.Try) for each in node.body)]
     torch_at = min((_place(node) for node in certain if "torch" in _imported(node)), default=(sys.maxsize, 0))
     for place, name in sorted(_writes(tree, env)):
@@ -59,11 +63,12 @@ def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
 
 
 def first_imports(tree: ast.Module) -> list[str]:
-    """The modules of the short list that the script's first statements import, before anything else of it runs.
+    """The modules of `_SHORT_LIST` that the script's first statements import, before anything else of it runs.
 
     `from scipy import stats` gives `scipy.stats`, which may turn out to be no module.
     """
     names: list[str] = []
+    # The docstring may come first.
     for node in tree.body[ast.get_docstring(tree) is not None :]:
         if not isinstance(node, ast.Import | ast.ImportFrom):
             break
@@ -74,7 +79,8 @@ def first_imports(tree: ast.Module) -> list[str]:
 def early_spawn(tree: ast.Module) -> str:
     """Where a script starts training processes by `mp.spawn`, in words; "" if it does not.
 
-    One of these hosts the store of a run of several nodes, on MASTER_PORT, which a fork must then not keep open.
+    One of these processes hosts the store of a run of several nodes, on MASTER_PORT, which a fork must then not keep
+    open.
     """
     nodes = list(ast.walk(tree))
     is_imported = any(name.startswith(_MULTIPROCESSING) for node in nodes for name in _dotted(node))
@@ -90,7 +96,7 @@ def _place(node: ast.AST) -> _Place:
 
 
 def _dotted(node: ast.AST) -> list[str]:
-    """Everything that an import names, with its package; nothing of relative imports and of other statements."""
+    """Everything that an import names, with its package; nothing for relative imports and other statements."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -99,7 +105,7 @@ def _dotted(node: ast.AST) -> list[str]:
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """The top-level names that a statement imports, but for Python's own."""
+    """The top-level names that a statement imports, without those of Python's standard library."""
     if isinstance(node, ast.ImportFrom) and node.level:
         return ["."]
     names = [name.partition(".")[0] for name in _dotted(node)]
@@ -107,7 +113,7 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterable[tuple[_Place, str]]:
-    """Every place that changes the environment, and the variable."""
+    """Every place that changes the environment, with the variable that it changes."""
     nodes = list(ast.walk(tree))
     environ = {"environ", "environb"}
     unchanged: set[ast.AST] = set()
@@ -121,11 +127,12 @@ def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterable[tuple[_Place, 
 
 
 def _written(node: ast.AST, environ: Collection[str], env: Mapping[str, str]) -> list[str]:
-    """The variables that this node changes: an item, a method of `os.environ`, or a function known to do it."""
+    """The variables that this node changes: by an item, a method of `os.environ`, or a function known to do so."""
     match node:
         case ast.Subscript(owner, key, ast.Store() | ast.Del()) if _name(owner) in environ:
             return [_text(key)]
-        case ast.AugAssign(owner) if _name(owner) in environ:  # `os.environ |= ...`
+        # `os.environ |= ...`
+        case ast.AugAssign(owner) if _name(owner) in environ:
             return [_ANY]
         case ast.Call(function, [key, *_]) if _name(function) in ("putenv", "unsetenv"):
             return [_text(key)]
@@ -133,6 +140,7 @@ def _written(node: ast.AST, environ: Collection[str], env: Mapping[str, str]) ->
             return [_ANY]
         case ast.Call(ast.Attribute(owner, "setdefault" | "pop" as method), [key, *_]) if _name(owner) in environ:
             name = _text(key)
+            # `setdefault` changes only a missing variable, `pop` only one that is there.
             changes = name == _ANY or (name in env) != (method == "setdefault")
             return [name] * changes
         case ast.Call(ast.Attribute(owner, "update"), arguments, words) if _name(owner) in environ:
@@ -145,7 +153,7 @@ def _written(node: ast.AST, environ: Collection[str], env: Mapping[str, str]) ->
 
 
 def _name(node: ast.expr) -> str:
-    """The last name of `os.environ`, `environ` or any other such expression; "" for one without."""
+    """The last name of `os.environ`, `environ` or any such expression; "" for another one."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
