@@ -52,6 +52,7 @@ __all__ = [
     "unwrap",
 ]
 
+# By module. The errors are not listed: see `__getattr__`.
 _HOME = {
     "multiprocessing.spawn": ("spawn",),
     "checkpoint.checkpointer": ("Checkpointer",),

@@ -1,4 +1,4 @@
-"""The clock as an argument, so that tests can simulate time. The module `time` is one."""
+"""The clock as an argument, so that tests can simulate time. The module `time` fits."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ class Clock(Protocol):
         """The same time in nanoseconds."""
 
     def sleep(self, seconds: float, /) -> None:
-        """Block this thread."""
+        """Block this thread for `seconds`."""

@@ -1,8 +1,8 @@
 """Errors, named by who must act. The exit code of the process is part of the error.
 
-Every message has one form: what is wrong, where, what was found, what was expected, and one remedy. An error makes it
-from its arguments; other exceptions and log lines call `explain`. A user's mistake never ends in a traceback. A bug of
-ours always does (exit code 70).
+Every message has one form: what is wrong, where, what was found, what was expected, and one remedy. An error makes its
+message from its arguments; other exceptions and log lines call `explain`. A user's mistake never ends in a traceback. A
+bug of elasticrt always does (exit code 70).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ EXIT_CHECKPOINT = 5
 EXIT_PREPARATION = 6
 EXIT_DUPLICATE = 7
 EXIT_BUG = 70
+# As a shell has it for a process that SIGTERM has ended: 128 + 15.
 EXIT_TERMINATED = 143
 
 GOT_MAX = 240
-"""Characters that `explain` shows of a value. Some values are messages themselves, whose end says what happened."""
+"""How many characters `explain` shows of a value. Some values are messages themselves, whose end says what happened."""
 
 
 class ElasticError(Exception):
     """Base of all errors that elasticrt raises on purpose. The arguments are those of `explain`.
 
-    Without `where`, `what` is the whole message. Pickling relies on it: a copy is made from the message alone.
+    Without `where`, `what` is the whole message. Pickling relies on this: a copy is made from the message alone.
     """
 
     exit_code: int = EXIT_BUG
@@ -39,47 +40,47 @@ class ElasticError(Exception):
 
 
 class ConfigError(ElasticError):
-    """The user, before anything starts: an option, a path or an environment variable is wrong."""
+    """For the user, before anything starts: an option, a path or an environment variable is wrong."""
 
     exit_code = EXIT_USAGE
 
 
 class ReadAheadError(ConfigError):
-    """The user's code: it draws batches ahead of their steps. It travels in the error file and is final."""
+    """For the user's code: it draws batches ahead of their steps. The error travels in the error file and is final."""
 
 
 class RendezvousTimeoutError(ElasticError):
-    """The scheduler: min-nodes did not come together in time."""
+    """For the scheduler: the minimum of nodes did not come together in time."""
 
     exit_code = EXIT_RENDEZVOUS
 
 
 class StoreError(ElasticError):
-    """The operator of etcd: it is unreachable, refuses us or lost its data."""
+    """For the operator of etcd: etcd is unreachable, refuses requests, or has lost its data."""
 
     exit_code = EXIT_STORE
 
 
 class WorkersFailedError(ElasticError):
-    """The user's code: workers failed, and the restarts are spent."""
+    """For the user's code: workers failed, and the restarts are used up."""
 
     exit_code = EXIT_WORKERS
 
 
 class CheckpointError(ElasticError):
-    """Nothing valid to resume from. It travels in the error file and is final: a restart cannot cure it."""
+    """Nothing valid to resume from. The error travels in the error file and is final: no restart can help."""
 
     exit_code = EXIT_CHECKPOINT
     said_by_rank_0: bool = False
-    """Whether rank 0 raises the same, and tells people."""
+    """Whether rank 0 raises the same error and tells people."""
 
 
 class MisfitError(CheckpointError):
-    """The script of this worker differs from the one that the run trains: its node alone leaves the run."""
+    """The script of this worker differs from the one that the run trains. Only the worker's node leaves the run."""
 
 
 class PreparationError(ElasticError):
-    """The user's build function failed. It travels in the error file and is final."""
+    """The user's build function failed. The error travels in the error file and is final."""
 
     exit_code = EXIT_PREPARATION
 
@@ -91,14 +92,14 @@ class DuplicateError(ElasticError):
 
 
 class Handover(BaseException):
-    """This worker is asked to leave its training loop: the membership changes.
+    """This worker is asked to leave its training loop, because the membership changes.
 
-    A `BaseException`, so that `except Exception` in a training script does not swallow it; `finally` and `with` run.
+    A `BaseException`, so that `except Exception` in a training script does not swallow it. `finally` and `with` run.
     """
 
 
 def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
-    """`value`, if it is an int of at least `least`. Raises TypeError, ValueError with the `name` of the argument."""
+    """`value`, if it is an int of at least `least`. Raises TypeError or ValueError with the `name` of the argument."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(explain(f"{name} is not a whole number", where, got=repr(value), expected=f"an int >= {least}"))
     if value < least:
@@ -126,7 +127,7 @@ def flag(value: object, name: str, where: str) -> bool:
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
-    `got` is cut to GOT_MAX characters and escaped if it is empty or not printable, so no value can flood a terminal or
+    `got` is cut to GOT_MAX characters, and escaped if it is empty or not printable, so no value can flood a terminal or
     begin a second line in a log. No part of the message has control characters.
     """
     message = f"{what} ({where})"
@@ -145,7 +146,7 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
 
 
 def _text_of(error: BaseException, where: str) -> str:
-    """The text of `error`; of an error of the system without its number, and without a path that `where` has."""
+    """The text of `error`. For an error of the system: without its number, and without a path that `where` has."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""

@@ -1,7 +1,7 @@
 """What an option is, and the parsers of option values. Pure.
 
-A parser takes the text and returns the value, or raises ValueError with what it expects (ConfigError where it makes
-the whole message itself).
+A parser takes the text and returns the value. It raises ValueError with what it expects, or ConfigError if it makes the
+whole message itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from elasticrt.store.address import check_host
 
 OUT, ERR = "out", "err"
 
+# The largest number of nodes that an option accepts.
 NODES_MAX = 100_000
+# Run ids and node names: parts of etcd keys and of paths, so no slash, no hidden file, and no `..`.
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 _UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 
 
 def some_text(text: str) -> str:
-    """Any text but an empty one: where a shell's variable is not set, no default may be meant instead."""
+    """Any text but an empty one, which is often an unset shell variable and must not mean the default."""
     if not text:
         raise ValueError("some text")
     return text
@@ -37,15 +39,15 @@ class Option:
     """How one option is given and shown."""
 
     # Its names, and the placeholder of its value if it takes one, such as `--run-id, --rdzv-id ID`. Messages use the
-    # first name, which also makes ELASTICRT_<NAME>.
+    # first name, which also makes the variable ELASTICRT_<NAME>.
     spelled: str
-    initial: Any  # Its value where nothing is given.
+    initial: Any  # Its value if nothing is given.
     text: str  # What it does, for `--help` and docs/commands.md; "" hides the option.
     parse: Callable[[str], Any] = some_text  # Text to value.
-    default: str = ""  # The default in words, where `initial` does not say it.
-    section: str = ""  # The heading of `--help` that it is below.
+    default: str = ""  # The default in words, if `initial` does not say it.
+    section: str = ""  # The heading of `--help` below which it stands.
     also: tuple[str, ...] = ()  # Variables to read besides ELASTICRT_<NAME> and torchrun's.
-    # Whether it belongs to this node alone, so that the line that brings another node does not repeat it.
+    # Whether it belongs to this node alone. The line that brings another node does not repeat such options.
     own: bool = False
 
     @property
@@ -62,7 +64,8 @@ class Option:
     def shown(self) -> str:
         """The text with the default."""
         default, initial = self.default, self.initial
-        if not default and isinstance(initial, float):  # Floats are durations.
+        # Floats are durations.
+        if not default and isinstance(initial, float):
             default = f"{initial / 60:g}m" if initial >= 60 and initial % 60 == 0 else f"{initial:g}s"
         elif not default and isinstance(initial, str | int) and not isinstance(initial, bool):
             default = str(initial)
@@ -70,7 +73,7 @@ class Option:
 
 
 def option(spelled: str, initial: Any, text: str, parse: Callable[[str], Any] = some_text, **how: Any) -> Any:
-    """A field of a dataclass of options; the arguments are those of `Option`."""
+    """A field of a dataclass of options. The arguments are those of `Option`."""
     return field(default=initial, metadata={"option": Option(spelled, initial, text, parse, **how)})
 
 
@@ -80,7 +83,7 @@ def options_of(kind: Any) -> dict[str, Option]:
 
 
 def yes_or_no(text: str) -> bool:
-    """The value of a flag's variable."""
+    """The value of a flag's variable, as a bool."""
     if text.lower() in ("1", "true", "yes", "y", "t", "on"):
         return True
     if text.lower() in ("0", "false", "no", "n", "f", "off", ""):
@@ -89,7 +92,7 @@ def yes_or_no(text: str) -> bool:
 
 
 def duration(least_s: float = 0.0, most_s: float = 1000 * 3600.0) -> Callable[[str], float]:
-    """A parser for durations such as `90`, `1.5s`, `10m` in a range; their value is in seconds."""
+    """A parser for durations in a range, such as `90`, `1.5s`, `10m`. Its values are in seconds."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
@@ -127,7 +130,7 @@ def choice(*words: str) -> Callable[[str], str]:
 
 
 def workers(text: str) -> int | str:
-    """A number of workers per node, or the word for counting devices."""
+    """A number of workers per node, or the word that says how to count them."""
     if text in ("auto", "gpu", "cpu"):
         return text
     try:
@@ -137,12 +140,12 @@ def workers(text: str) -> int | str:
 
 
 def start_method(text: str) -> str:
-    """How workers are started; torchrun's forkserver means the same as fork here."""
+    """How workers are started. torchrun's forkserver means the same as fork here."""
     return "fork" if text == "forkserver" else choice("fork", "spawn", "forkserver")(text)
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """Words, separated by commas; empty ones are left out."""
+    """Words, separated by commas. Empty ones are left out."""
     return tuple(filter(None, text.split(",")))
 
 
@@ -167,6 +170,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
         found = [signal.Signals[name.strip()] for name in text.split(",")]
     except KeyError as unknown:
         raise ValueError(f"names of signals with commas, such as SIGTERM,SIGUSR1; there is no {unknown}") from None
+    # The first two cannot be handled. SIGCHLD comes whenever a child ends, so every node would leave at once.
     if not {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}.isdisjoint(found):
         raise ValueError("signals that can be handled: not SIGKILL, SIGSTOP or SIGCHLD")
     return tuple(dict.fromkeys(found))
@@ -200,7 +204,7 @@ def streams(text: str) -> Streams:
 
 
 def key_values(text: str) -> dict[str, str]:
-    """`key=value` pairs, separated by commas."""
+    """Pairs `key=value`, separated by commas."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -213,7 +217,10 @@ def key_values(text: str) -> dict[str, str]:
 
 
 def check_name(text: str, where: str) -> str:
-    """A run id or a node name, given as `where`: it becomes part of keys in etcd and of paths. Raises ConfigError."""
+    """A run id or node name that was given as `where`. It becomes part of etcd keys and of paths.
+
+    Raises ConfigError.
+    """
     if not NAME.fullmatch(text):
         raise ConfigError(
             "not a usable name",
@@ -226,14 +233,14 @@ def check_name(text: str, where: str) -> str:
 
 
 def as_name(text: str) -> str:
-    """`text` as a usable name: characters that no name has become dashes."""
+    """`text` as a usable name: characters that names cannot have become dashes."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip(".")[:100] or "node"
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """`N` or `MIN:MAX` as two numbers."""
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
-    # 0 is out of range, so what does not match gets the same message as what is too small.
+    # 0 is out of range, so a text of another form gets the same message as a number that is too small.
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if least > most:
         raise ValueError("a minimum that is not above the maximum, as in 1:4")
@@ -243,9 +250,12 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def host_and_port(where: str, default: str = "", least: int = 0) -> Callable[[str], tuple[str, int]]:
-    """A parser for HOST:PORT, given as `where`, that raises ConfigError for a malformed host.
+    """A parser for HOST:PORT, which raises ConfigError for a malformed host.
 
-    `default`: the host for PORT alone; "" makes HOST required. `least`: the lowest port; 0 lets the kernel choose one.
+    Args:
+        where: the option, for messages.
+        default: the host for PORT alone; "" makes HOST required.
+        least: the lowest port. With 0 the kernel may choose one.
     """
 
     def parse(text: str) -> tuple[str, int]:

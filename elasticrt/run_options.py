@@ -1,8 +1,8 @@
 """Every option of `elasticrt run`, declared once: spellings, value, default and meaning. Pure.
 
 The parser, `--help`, the tables in docs/commands.md, the line that brings another node and the check of the Kubernetes
-manifests are made from here. Every option also reads `ELASTICRT_<NAME>`. cli/torchrun_flags.py translates the flags of
-torchrun that are not options here.
+manifests are made from these declarations. Every option also reads `ELASTICRT_<NAME>`. cli/torchrun_flags.py translates
+the flags of torchrun that are not options here.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from elasticrt.store.address import parse_endpoints
 from elasticrt.store.protocol import ETCD_WAIT_S, Address
 
 RESTARTS = 3
-"""Restarts without new commits that end a run, unless --max-restarts says how many in all."""
+"""How many restarts without new commits end a run, unless --max-restarts says how many in all."""
 
 STOP_TIMEOUT_S = 10.0
 """From SIGTERM to SIGKILL for the workers of a node that leaves, unless --stop-timeout says otherwise."""
 
+# One function for each section of `--help`.
 _nodes, _workers = partial(option, section="nodes"), partial(option, section="workers")
 _output, _etcd = partial(option, section="output"), partial(option, section="etcd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
-    """Which run, and how its etcd is reached: for every command that talks to a run."""
+    """Which run, and how its etcd is reached: the options of every command that talks to a run."""
 
     run_id: str | None = _nodes(
         "--run-id, --rdzv-id ID", None, "the run's name; `run` with the same id again goes on where the run was. After "
@@ -50,11 +51,11 @@ class EtcdOptions:
         "--etcd-user NAME", None, "the name to log in with, together with --etcd-password-file"
     )
     etcd_password_file: str | None = _etcd("--etcd-password-file FILE", None, "a file that holds its password")
-    # Where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has that address
+    # Where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has this address
     # serves an etcd there.
     meet_at: Address | None = None
-    serves: bool | None = None  # Whether this agent is that one; None: the address decides.
-    standalone: bool = False  # Whether the run is of this node only, in so many words.
+    serves: bool | None = None  # Whether this agent serves it; None: the address decides.
+    standalone: bool = False  # Whether the run was said to be of this node only.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +175,11 @@ class RunOptions(EtcdOptions):
         default=f"{ETCD_WAIT_S:g}s, if something listens there",
     )  # fmt: skip
 
-    # `settle_quiet_s`, `settle_max_s`: how long the first members wait for more, in seconds.
+    # How long the first members wait for more, in seconds: until none has come for `settle_quiet_s`, at most
+    # `settle_max_s`.
     settle_quiet_s: float = 0.5
     settle_max_s: float = 3.0
-    hidden: Streams = NO_STREAMS  # Streams of workers that the console does not show.
-    prefix: str | None = None  # What the console puts before each line of workers; None: as fits their number.
+    hidden: Streams = NO_STREAMS  # The workers' streams that the console does not show.
+    # What the console puts before each line of a worker; None: whatever suits the number of workers.
+    prefix: str | None = None
     notes: tuple[str, ...] = ()  # Sentences to print about the options, such as one without effect.

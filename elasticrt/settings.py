@@ -12,13 +12,17 @@ from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
 
 @dataclass(frozen=True)
 class Command:
-    """What every worker runs: a script with its arguments, a module with its arguments, or a program of its own."""
+    """What every worker runs: a script, a module, or a program that is not Python, with its arguments."""
 
-    argv: tuple[str, ...]  # The script's path, the module's name or the program, then its arguments, verbatim.
-    kind: str = "script"  # "script", "module" or "program" (then the parent must have been started with `no_python`).
+    # The script's path, the module's name or the program; then its arguments, verbatim.
+    argv: tuple[str, ...]
+    kind: str = "script"  # "script", "module" or "program".
 
     def of_worker(self, local_rank: int) -> list[str]:
-        """The command line of one worker: as under torchrun, `${local_rank}` in an argument becomes its local rank."""
+        """The command line of one worker.
+
+        As under torchrun, `${local_rank}` in an argument becomes the worker's local rank.
+        """
         return [self.argv[0], *(word.replace("${local_rank}", str(local_rank)) for word in self.argv[1:])]
 
 
@@ -26,32 +30,37 @@ class Command:
 class Settings:
     """What concerns one agent alone. What all agents of a run must agree on is a `RunSpec`."""
 
-    # As they were given, with the prefix of lines and the notes that fit them. The other fields are derived from them
-    # and from this machine.
+    # The options as given, with the console's line prefix and the notes that fit them. The other fields are derived
+    # from the options and from this machine.
     options: RunOptions
-    run_id: str  # The run's name.
-    node: str  # This node's name. If none was given, another one is taken when a live agent has this one already.
-    address: str | None  # Where other nodes reach this machine; None: found from the way to etcd.
-    workers: int  # Processes on this node.
+    run_id: str  # The run's id.
+    # This node's name. If none was given and a live agent has this one already, another one is taken.
+    node: str
+    # Where other nodes reach this machine; None: found from the way to etcd.
+    address: str | None
+    workers: int  # How many workers this node has.
     command: Command  # What each of them runs.
-    etcd: tuple[Address, ...]  # Endpoints; empty: the embedded server of this machine, found or started by the run id.
-    credentials: Credentials  # How to authenticate there.
-    serve: Address | None  # Serve the embedded etcd on this address instead of loopback.
-    run_dir: Path  # Logs and events; shared by all nodes that see the same directory.
-    # Options that a node needs as well to join, as words of a command line; see `how_to_join`.
+    # The endpoints; empty: the embedded etcd of this machine, which is found or started by the run id.
+    etcd: tuple[Address, ...]
+    credentials: Credentials  # How to authenticate to etcd.
+    # Serve the embedded etcd at this address instead of on a socket.
+    serve: Address | None
+    # Logs and events. Nodes that see the same directory share it.
+    run_dir: Path
+    # The options that another node needs as well to join, as words of a command line; see `how_to_join`.
     shared_options: tuple[str, ...] = ()
     alone: str = ""  # The warning to print if no other node has come after a while; "" for none.
-    # By local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
+    # By local rank: the only GPU that a worker sees, with LOCAL_RANK 0. Empty: each worker sees all GPUs.
     gpus: tuple[str, ...] = ()
 
     @property
     def start_method(self) -> Literal["fork", "exec"]:
-        """How the worker parent starts workers; a program that is not Python is always executed."""
+        """How the worker parent starts workers. A program that is not Python is always executed."""
         return "exec" if self.options.start_method == "spawn" or self.command.kind == "program" else "fork"
 
     @property
     def max_restarts(self) -> int:
-        """The restart budget: in all, or without new commits."""
+        """The restart budget: in all, or without new commits (see `RESTARTS`)."""
         return RESTARTS if self.options.max_restarts is None else self.options.max_restarts
 
     @property
@@ -61,7 +70,7 @@ class Settings:
 
     @property
     def restart_grace_s(self) -> float:
-        """The same for workers of a generation that is replaced; 0 kills them at once."""
+        """The same seconds for workers of a generation that is replaced. 0 kills them at once."""
         return self.options.stop_timeout_s or 0.0
 
     @property

@@ -1,7 +1,7 @@
 """What a run is: the options that all its nodes must agree on. Pure.
 
-A `RunSpec` travels through etcd once, and a joiner whose own differs is refused with the fields that differ. What only
-one node needs to know (its name, its log directory, its etcd endpoints) is not part of it.
+A `RunSpec` is written to etcd once. A joiner whose own spec differs is refused, with the fields that differ. What only
+one node needs to know (its name, its log directory, its etcd endpoints) is not part of the spec.
 """
 
 from __future__ import annotations
@@ -16,35 +16,40 @@ from elasticrt.run_options import RESTARTS, RunOptions
 from elasticrt.text import known, shell, size
 
 PROTOCOL = 1
-"""Raised whenever records or their meaning change: agents of different protocols never share a run."""
+"""To be raised whenever records or their meaning change: agents of different protocols never share a run."""
 
 ROLE_MAX_BYTES = 128
 COMMAND_MAX_BYTES = 8192
 WORD_MAX_BYTES = 4096
 
 COMMAND_SHOWN = 200
-"""A command of so many characters is shown as a whole."""
+"""A command of at most so many characters is shown as a whole."""
 
 
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a command, known by their digest where they are long or not plain: they are only compared."""
+    """The words of a command.
+
+    Those that are long or not plain stand as a digest, because commands are only compared.
+    """
     plain = tuple(known(word, WORD_MAX_BYTES) for word in words)
     if sum(size(word) + len('"",') for word in plain) <= COMMAND_MAX_BYTES:
         return plain
-    return (plain[0], known("\0".join(words[1:]), WORD_MAX_BYTES))  # No argument holds a NUL.
+    # No argument contains a NUL, so the joined text is unique.
+    return (plain[0], known("\0".join(words[1:]), WORD_MAX_BYTES))
 
 
 class RunSpec(BaseModel):
     """The agreed options of a run.
 
     Attributes:
-        min_nodes: fewer nodes than this do not train.
-        max_nodes: nodes beyond this stand by.
-        command: what a worker runs, with its arguments. It is compared with ours, never executed from etcd.
-        max_restarts: restarts allowed, see `restarts_reset`.
+        protocol: see `PROTOCOL`.
+        min_nodes: the run waits while it has fewer nodes.
+        max_nodes: nodes beyond this number stand by.
+        command: what a worker runs, with its arguments. It is compared with the joiner's own, never executed from etcd.
+        max_restarts: the restarts that are allowed, see `restarts_reset`.
         restarts_reset: whether progress (see `leader_context.counting`) gives the whole restart budget back.
-        join_timeout_s: how long to wait for min_nodes.
-        lease_ttl_s: lease asked of etcd for every member.
+        join_timeout_s: how long to wait for `min_nodes`.
+        lease_ttl_s: the lease that every member asks of etcd.
         join, settle_quiet_s, settle_max_s: see `RunOptions`.
         role: ROLE_NAME of all workers.
     """
@@ -66,7 +71,7 @@ class RunSpec(BaseModel):
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:
-    """The options in which two specs differ, as text for a message; "" when they agree."""
+    """The options in which two specs differ, as text for a message; "" if they agree."""
     ours, others = _options(mine), _options(theirs)
     if mine.command != theirs.command:
         ours["command"], others["command"] = map(repr, _differing(mine.command, theirs.command))
@@ -88,7 +93,7 @@ def _options(spec: RunSpec) -> dict[str, str]:
 
 
 def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Both commands; where one is long three words of each, from the last one that they share on."""
+    """Both commands. If one is long: three words of each, from the last one before they differ."""
     if max(len(shell(one)), len(shell(other))) <= COMMAND_SHOWN:
         return shell(one), shell(other)
     first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
@@ -97,10 +102,10 @@ def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
 
 
 def _from(words: Sequence[str], begin: int) -> str:
-    """Three words from index `begin` on; dots stand for others."""
+    """Three words from index `begin` on. Dots stand for the others."""
     return "... " * (begin > 0) + shell(words[begin : begin + 3]) + " ..." * (len(words) > begin + 3)
 
 
 def resized(spec: RunSpec, to: RunSpec) -> RunSpec:
-    """`spec` with the numbers of nodes of `to`."""
+    """`spec` with the limits on the number of nodes of `to`."""
     return spec.model_copy(update={"min_nodes": to.min_nodes, "max_nodes": to.max_nodes})

@@ -1,15 +1,15 @@
 """Free text that travels: messages of exceptions, the end of a worker's output, script arguments, paths. Pure.
 
-It may have control characters that a terminal obeys, bytes that are not UTF-8 (lone surrogates in Python, which no
-encoder takes), and any length. Records apply these functions when they are made, so every record can be encoded:
+Such text may have control characters that a terminal obeys, bytes that are not UTF-8 (lone surrogates in Python, which
+no encoder accepts), and any length. Records apply these functions when they are made, so every record can be encoded:
 
 * `cut`: text for people, made plain and shortened.
-* `known`: text to be compared: itself if it is short and plain, else with its digest.
+* `known`: text to be compared: itself if it is short and plain, otherwise with its digest.
 * `packed`, `unpacked`: a path, which has to arrive unchanged.
 * `shell`: a command to be pasted.
-* `json_text`: JSON that every parser takes.
+* `json_text`: JSON that every parser accepts.
 
-Limits count bytes in JSON, because that travels.
+Limits count bytes in JSON, because that is what travels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MARK = "..."
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _NOT_PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""All control characters but tab and newline, separators of lines, changes of direction, lone surrogates."""
+"""All control characters but tab and newline, line separators, changes of direction, lone surrogates."""
 
+# What Python makes of bytes that are not UTF-8 (`surrogateescape`), and what `packed` makes of these.
 _NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 _AS_IT_IS = frozenset(map(chr, range(32, 127))) - {"\\", "'"}
 _PACKED = re.compile(r"\0([89a-f][0-9a-f])")
@@ -42,16 +43,17 @@ def plain(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """Bytes of a text without surrogates in JSON, without the quotes."""
+    """How many bytes a text without surrogates has in JSON, without the quotes."""
     return len(json.dumps(text, ensure_ascii=False).encode()) - 2
 
 
 def cut(text: str, bytes_max: int) -> str:
-    """The plain text, or its beginning and a mark, of at most `bytes_max` bytes."""
+    """The plain text, or its beginning and a mark, in at most `bytes_max` bytes."""
     text = plain(text)
     if size(text) <= bytes_max:
         return text
     room = bytes_max - len(MARK)
+    # The longest beginning that fits, by bisection: sizes grow with the length.
     kept = bisect_right(range(room + 1), room, key=lambda length: size(text[:length])) - 1
     return text[:kept] + MARK
 
@@ -66,7 +68,10 @@ def known(text: str, bytes_max: int) -> str:
 
 
 def packed(path: str) -> str:
-    """A path, or another text of the system, without surrogates. A NUL, which no path has, marks each such byte."""
+    """A path, or another text of the system, without surrogates.
+
+    A NUL, which no path contains, marks each such byte.
+    """
     return _NOT_UTF8.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", path)
 
 
@@ -80,19 +85,20 @@ def unpacked(text: str) -> str:
 
 
 def shell(words: Iterable[str]) -> str:
-    """A line that a shell splits into `words` again, whatever bytes they have."""
+    """A line that a shell splits into `words` again, whatever bytes they contain."""
     return " ".join(map(_quoted, words))
 
 
 def log_line(time: str, level: str, kind: str, text: str, **fields: object) -> str:
-    """A log line for programs (`--log-format json`): one object of JSON, without the line's end."""
+    """A log line for programs (`--log-format json`): one JSON object, without the line's end."""
     head = {"time": time, "level": level, "kind": kind, "text": plain(text)}
     return json_text({**head, **{name: value for name, value in fields.items() if name not in head}})
 
 
 def json_text(value: object) -> str:
-    """JSON in one line. A float that is no number, or infinite, becomes a text such as "nan": JSON has none."""
+    """JSON in one line. A float that is not finite becomes a text such as "nan", because JSON has no such numbers."""
     try:
+        # The usual case first: looking through every value costs more than encoding it.
         return json.dumps(value, default=str, allow_nan=False)
     except ValueError:
         return json.dumps(_finite(value), default=str)
@@ -109,5 +115,6 @@ def _finite(value: Any) -> Any:
 def _quoted(word: str) -> str:
     if plain(word) == word and "\n" not in word:
         return shlex.quote(word)
+    # $'...' is of bash, zsh and newer POSIX shells. Inside of single quotes a shell knows no escapes.
     encoded = word.encode(errors="surrogateescape")
     return "$'" + "".join(chr(byte) if chr(byte) in _AS_IT_IS else f"\\x{byte:02x}" for byte in encoded) + "'"

@@ -1,10 +1,11 @@
-"""The ledger: which samples each step has trained, and whether each counts exactly once. Pure.
+"""The ledger: which samples each step has trained, and whether each sample counts exactly once. Pure.
 
-Each rank of each start of the training has a file: where the start went on, then a line for each step, written before
-that step's gradients meet. No rank can finish a step that another has not written down, so a process may be killed at
-any time. Neither clocks nor generation numbers say what counts: the training state carries its own history, the starts
-it descends from with the last step of each, and a start writes down the history that it went on from. What other starts
-wrote, or wrote beyond those steps, was lost and done again.
+Each rank of each start of the training has a file. The file says where the start went on, and has a line for each step,
+written before that step's gradients meet. No rank can finish a step that another has not written down, so a process may
+be killed at any time. Neither clocks nor generation numbers say what counts. The training state carries its own
+history, which is the starts it descends from with the last step of each, and a start writes down the history that it
+went on from. What other starts wrote, or what a start wrote beyond its last step in the history, was lost and done
+again.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ Starts = dict[str, dict[int, LedgerFile]]
 """The files by start and rank."""
 
 _listed = partial(listed, most=20)
-"""Of the samples that were lost or repeated in an epoch this many are named; the rest are counted."""
+"""So many of the samples that were lost or repeated in an epoch are named; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class Epoch:
     """What became of an epoch's samples."""
 
-    epoch: int  # Its number.
-    samples: int  # In the data set.
-    trained: int  # Different samples that were trained.
+    epoch: int  # The epoch's number.
+    samples: int  # The length of the data set.
+    trained: int  # Different samples that were trained on.
     left_out: int  # Samples that the script left out.
     over: bool  # Whether the epoch has ended.
 
@@ -52,16 +53,17 @@ class AuditResult:
     starts: int  # How many starts are in the ledger, whether they count or not.
     redone: int  # Steps that were begun and do not count.
     epochs: tuple[Epoch, ...]  # In order.
-    ended: bool  # Whether the loop has ended by itself after `steps`; else later ones may have been trained.
-    # Samples that were lost or repeated, and what is missing in the ledger; empty: exactly once.
+    # Whether the loop has ended by itself after `steps`. If not, later steps may have been trained.
+    ended: bool
+    # Samples that were lost or repeated, and what is missing in the ledger. Empty: each sample counts exactly once.
     problems: tuple[str, ...]
 
 
 def check(files: Iterable[LedgerFile]) -> AuditResult:
-    """Whether along the history that counts each epoch has each sample exactly once.
+    """Whether, along the history that counts, each epoch has each sample exactly once.
 
-    Raises ValueError for files that cannot be of one ledger, none at all or two of one rank of a start, and when they
-    do not tell which start is the newest.
+    Raises ValueError for files that cannot be of one ledger, for no files, for two files of one rank of a start, and if
+    the files do not tell which start is the newest.
     """
     starts: Starts = defaultdict(dict)
     for file in files:
@@ -92,17 +94,17 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
 
 
 def _newest(starts: Starts) -> str:
-    """The start that came after all others. Raises ValueError when the files do not tell.
+    """The start that came after all others. Raises ValueError if the files do not tell.
 
     A start is older than those that descend from it, and than those that found a file of it in their directory. A node
     that took part in two starts knows which came first, and so ties the directories of other nodes together. Without
-    such a node, and where neither start descends from the other, their order is unknown. Generation numbers do not
-    help: an etcd that has lost its data begins with 1 again.
+    such a node, and if neither start descends from the other, their order is unknown. Generation numbers do not help:
+    an etcd that has lost its data begins with 1 again.
     """
     origins = {start: {each for each, _ in _lowest(ranks).opening.history} for start, ranks in starts.items()}
     older: dict[str, set[str]] = {}
     for start, ranks in starts.items():
-        # A rank that opened its file late may have found the files of starts that went on from its own.
+        # A rank that opened its file late may have found the files of starts that went on from its own start.
         found = {each for file in ranks.values() for each in file.opening.before if start not in origins.get(each, ())}
         older[start] = (origins[start] | found) & starts.keys() - {start}
     newest = sorted(starts.keys() - set().union(*older.values()))
@@ -122,12 +124,12 @@ def _newest(starts: Starts) -> str:
 
 
 def _lowest(ranks: Mapping[int, LedgerFile]) -> LedgerFile:
-    """The file of the lowest rank. What files say of the start as a whole is the same in all."""
+    """The file of the lowest rank. What files say of the start as a whole is the same in all of them."""
     return ranks[min(ranks)]
 
 
 def _origin(ranks: Mapping[int, LedgerFile], rank: int = -1) -> str:
-    """Generation and node of a rank. For a rank without a file, and the whole start: the nodes that have files."""
+    """Generation and node of a rank. For a rank without a file, or the whole start: the nodes that have files."""
     generation = f"generation {_lowest(ranks).opening.generation}"
     nodes = sorted({file.opening.node for file in ranks.values() if file.opening.node})
     if rank in ranks:
@@ -136,7 +138,7 @@ def _origin(ranks: Mapping[int, LedgerFile], rank: int = -1) -> str:
 
 
 def _gaps(starts: Starts, chain: Sequence[Link]) -> Iterator[str]:
-    """What should be in the ledger for the steps of `chain` and is not."""
+    """What should be in the ledger for the steps of `chain`, and is not."""
     for (_, before), (start, last) in pairwise([("", 0), *chain]):
         if start not in starts:
             if last > before:
@@ -154,12 +156,13 @@ def _gaps(starts: Starts, chain: Sequence[Link]) -> Iterator[str]:
 
 
 def _counted(starts: Starts, chain: Sequence[Link]) -> tuple[dict[int, list[LedgerEntry]], dict[int, Closing]]:
-    """By epoch the entries that count, and how the epoch's body ended."""
+    """By epoch: the entries that count, and how the epoch's body ended."""
     entries: dict[int, list[LedgerEntry]] = defaultdict(list)
     closings: dict[int, Closing] = {}
     links = [("", 0), *chain, ("", 0)]
     for (_, before), (start, last), (heir, _) in zip(links, links[1:], links[2:], strict=False):
-        # The next start may have gone on from a state before the end of an epoch's body, after the same step.
+        # The next start may have gone on from a state before the end of an epoch's body, though after the same step.
+        # Then it ends that body again, and the first end does not count.
         redone = _lowest(starts[heir]).opening.epoch if heir in starts else math.inf
         for file in starts.get(start, {}).values():
             for step in range(before + 1, last + 1):
@@ -174,9 +177,19 @@ def _counted(starts: Starts, chain: Sequence[Link]) -> tuple[dict[int, list[Ledg
 def _judge(
     number: int, samples: int, entries: Iterable[LedgerEntry], closing: Closing | None, word: str, *, over: bool
 ) -> tuple[Epoch, list[str]]:
-    """An epoch, and what is wrong with it. `word`: for samples without entries; `over`: a later epoch has begun."""
+    """An epoch, and what is wrong with it.
+
+    Args:
+        number: the epoch's number.
+        samples: the length of the data set.
+        entries: those of the epoch that count.
+        closing: how the epoch's body ended; None: it has not.
+        word: what samples without entries are called.
+        over: whether a later epoch has begun.
+    """
     problems = []
-    tally: dict[int, list[int]] = defaultdict(list)  # For each sample the steps that have trained it.
+    # For each sample, the steps that have trained it.
+    tally: dict[int, list[int]] = defaultdict(list)
     for entry in entries:
         for sample in entry.ids:
             tally[sample].append(entry.step)
@@ -185,7 +198,7 @@ def _judge(
     left_out = samples - expected - (closing.excused if closing is not None else 0)
     if over and len(tally) < expected:
         missing = [sample for sample in range(samples) if sample not in tally]
-        # Which of the missing ones were left out on purpose is unknown.
+        # Some samples may have been left out on purpose. Which of the missing ones these are is unknown.
         lost = expected - len(tally)
         of = f", among these {len(missing)}" if len(missing) > lost else ""
         problems.append(f"epoch {number}: {word}: {counted(lost, 'sample')}{of}: {_listed(missing)}")
@@ -204,7 +217,7 @@ def _judge(
 
 def _ranges(numbers: Iterable[int]) -> str:
     """`1-3, 7` from {1, 2, 3, 7}."""
-    # Numbers of one range differ from their places by the same.
+    # Within one range, numbers and their places differ by the same.
     runs = groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0])
     parts = [[number for _, number in run] for _, run in runs]
     return _listed([str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts])

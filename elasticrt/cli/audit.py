@@ -1,4 +1,4 @@
-"""`elasticrt ledger check`: whether each sample counts exactly once, from what the workers have written down."""
+"""`elasticrt ledger check`: whether each sample counts exactly once, by what the workers have written down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the verdict; 0 when each sample counts exactly once, else 1. Raises ConfigError for what is no ledger."""
+    """Print the verdict. Returns 0 if each sample counts exactly once, else 1.
+
+    Raises ConfigError if there is no ledger.
+    """
     try:
         verdict = check(books(*map(Path, arguments.directories)))
     except (OSError, ValueError) as error:
@@ -56,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def books(*directories: Path) -> list[LedgerFile]:
-    """What the files in the directories say together.
+    """The ledger files in the directories, which are parts of one ledger.
 
     Raises OSError, and ValueError for a damaged file and for a directory without any file.
     """

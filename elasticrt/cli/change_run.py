@@ -1,7 +1,7 @@
 """`elasticrt drain`, `stop` and `resize`: change a live run from outside.
 
-They write one wish into etcd: into a node's key that it shall save the present step and leave, into the spec how many
-nodes may take part. The run's own agents do the rest.
+Each writes one wish into etcd, and the run's own agents do the rest. `drain` and `stop` write into nodes' member keys
+that these shall save the present step and leave; `resize` writes into the spec how many nodes may take part.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elasticrt.store.protocol import KeyValue, Txn
 from elasticrt.story.run_dir import has_events, read
 
 ASKED_AT_ONCE = 64
-"""Nodes that one transaction asks to leave; etcd takes 128 operations."""
+"""How many nodes one transaction asks to leave. etcd takes 128 operations in one."""
 
 
 def drain(arguments: argparse.Namespace) -> int:
-    """Have one node leave, wait for that, and say what becomes of the run.
+    """Have one node leave, wait until it has left, and say what becomes of the run.
 
     Raises ConfigError, RendezvousTimeoutError, StoreError.
     """
@@ -45,12 +45,13 @@ def drain(arguments: argparse.Namespace) -> int:
             expected = f"one of {', '.join(members)}"
             raise ConfigError("no such node", f"run {run.keys.run_id}", got=name, expected=expected)
         life = members[name][0].incarnation
-        # A node that has left may come back, as another member.
+        # A node that has left may come back as another member, so the member is identified by its incarnation as well.
         _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
         rest, spec, after = len(run.members()), run.spec()[0], run.record(run.keys.generation, Generation)
         trained = [each for each, (member, _) in members.items() if before and member.generation == before.number]
         handed = before and after and after.number > before.number and after.in_place
         ended, steps, lost = _saved(run, spec.attempt)
+        # If no trained state is left in a living node, only what was saved counts, and the text must say what that is.
         text, alone = f"{name} has left run {run.keys.run_id}", not rest or (trained == [name] and not handed)
         if not rest:
             text += f", as the last node: the run has {ended}"
@@ -63,7 +64,7 @@ def drain(arguments: argparse.Namespace) -> int:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Have all nodes leave, and wait for that. Raises ConfigError, RendezvousTimeoutError, StoreError."""
+    """Have all nodes leave, and wait until they have. Raises ConfigError, RendezvousTimeoutError, StoreError."""
     options = options_given(arguments, LeaveOptions())
     with live_run(arguments, options) as run:
         run_id, attempt, members = run.keys.run_id, run.spec()[0].attempt, run.members()
@@ -88,20 +89,22 @@ def _saved(run: LiveRun, attempt: int) -> tuple[str, str, bool]:
 
 
 def left_after(handover: HandoverRecord | None, directory: Path) -> int:
-    """The last step before a leave: that of a `handover` that saves, unless the run's events say that it has hung.
+    """The last step before the nodes left.
 
-    Without one it is the newest that the events tell of.
+    That is the step of a `handover` that saves, unless the run's events say that it hung in that step; without such a
+    handover, the newest step in the events.
     """
     story = read(directory) if has_events(directory) else None
     newest = story.newest if story is not None else 0
     if handover is None or not handover.save:
         return newest
+    # A handover is for the step in which the workers are. If that one hung, the newest step is the one before.
     same = story is not None and story.chapter is not None and story.chapter.number == handover.generation
     return newest if same and newest == handover.step - 1 else handover.step
 
 
 def resize(arguments: argparse.Namespace) -> int:
-    """Change the bounds. Raises ConfigError, StoreError."""
+    """Change the limits on the number of nodes. Raises ConfigError, StoreError."""
     options = options_given(arguments, EtcdOptions())
     least, most = arguments.nodes
     with live_run(arguments, options) as run:
@@ -111,7 +114,7 @@ def resize(arguments: argparse.Namespace) -> int:
         changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         new = record.model_copy(update={"spec": changed, "resized": True})
         if changed != record.spec and not run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
-            # By another `resize`, or a new start of the run.
+            # Another `resize` or a new start of the run has changed the spec since it was read.
             raise StoreError("the run's options have just changed", where, remedy="Try again")
         text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
         write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
@@ -119,10 +122,15 @@ def resize(arguments: argparse.Namespace) -> int:
 
 
 def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, told: str = "") -> None:
-    """Ask the members for which `leaves` is true to drain, also those that come meanwhile; wait until they have left.
+    """Ask members to drain, also those that come meanwhile, and wait until they have left.
 
-    Those that are asked together hand over together. `told` is written when etcd has taken the first question. Raises
-    RendezvousTimeoutError after `timeout_s` seconds.
+    Members that are asked in one transaction hand over together.
+
+    Args:
+        run: the run.
+        leaves: which members.
+        timeout_s: after so many seconds RendezvousTimeoutError is raised.
+        told: a text to write when etcd has taken the first request.
     """
     deadline = time.monotonic() + timeout_s
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
@@ -150,7 +158,7 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
 
 
 def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:
-    """What follows for a run of these members, which lacks so many nodes."""
+    """What follows for a run with these `members` that lacks `missing` nodes."""
     if missing <= 0:
         return ""
     if any(member.ready and member.has_state for member, _ in members):

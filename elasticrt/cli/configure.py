@@ -1,4 +1,7 @@
-"""From options to the settings of an agent: all checks are here, before any process starts or any server is asked."""
+"""Turns options into the settings of an agent.
+
+All checks are here, before any process starts or any server is asked.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ BEFORE_THE_SCRIPT = frozenset({
     "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
     "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
-"""Few scripts have such options themselves: one behind the script is probably misplaced, and gets a note."""
+"""Few scripts have such options themselves. One behind the script is probably misplaced, and gets a note."""
 
 ORDER = "Options go before SCRIPT; what follows it is the script's."
 
@@ -51,8 +54,8 @@ def configure(
 
     Args:
         options: with torchrun's flags translated.
-        script: the training script, a module or a program; None where none is given.
-        arguments: the script's.
+        script: the training script, a module or a program; None if none is given.
+        arguments: the script's arguments.
         env: the agent's environment.
     """
     from elasticrt.spec import RunSpec
@@ -105,7 +108,7 @@ def configure(
 
 
 def command_of(options: RunOptions, script: str | None, arguments: list[str]) -> Command:
-    """What every worker runs. Raises ConfigError where it cannot be run."""
+    """What every worker runs. Raises ConfigError if it cannot be run."""
     if options.module and options.no_python:
         what, remedy = "a module is Python", "Leave one of them out"
         raise ConfigError(what, "--module, --no-python", expected="one of the two", remedy=remedy)
@@ -132,7 +135,7 @@ def _check_program(name: str, where: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Look for its top-level package: to find what is below, that would have to be imported."""
+    """Look for the module's top-level package. What is below could only be found by importing the package."""
     top = name.partition(".")[0]
     # Workers of another Python ($PYTHON_EXEC) may have other modules.
     if not os.environ.get("PYTHON_EXEC") and not (
@@ -160,7 +163,8 @@ def _check_script(path: Path) -> None:
 
 def _new_run_id() -> str:
     adjectives, animals = _ADJECTIVES.split(), _ANIMALS.split()
-    # The suffix is for safety: an agent that draws the name of another run would join that run.
+    # The suffix is for safety: an agent that draws the name of another run would join that run. No characters that look
+    # alike.
     rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
     return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
 
@@ -168,8 +172,10 @@ def _new_run_id() -> str:
 def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
     """The number of workers on this node. GPUs are counted by their device files, without importing torch.
 
-    `wanted`: --nproc-per-node. Without any GPU, "auto" means one worker for each CPU, as under torchrun, and None one
-    worker. Raises ConfigError for "gpu" without any.
+    Args:
+        wanted: --nproc-per-node. Without a GPU, "auto" means one worker for each CPU, as under torchrun, and None one
+            worker. "gpu" without a GPU raises ConfigError.
+        env: the agent's environment.
     """
     if isinstance(wanted, int):
         return wanted
@@ -189,7 +195,7 @@ def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
 
 
 def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
-    """A GPU for each worker, in the words of CUDA_VISIBLE_DEVICES. Raises ConfigError when there are too few."""
+    """A GPU for each worker, as CUDA_VISIBLE_DEVICES names it. Raises ConfigError if there are too few."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(workers)] if visible is None else visible.split(",")
     if len(names) < workers:
@@ -207,9 +213,11 @@ def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def where_etcd_is(options: EtcdOptions) -> tuple[tuple[Address, ...], Address | None]:
-    """The endpoints to use, or the address to serve an embedded etcd at; neither: one on a socket, found by run id.
+    """The endpoints to use, or the address at which to serve an embedded etcd.
 
-    Raises ConfigError, also for an etcd on another machine without TLS, unless --insecure-etcd accepts it.
+    Neither: one on a socket, found by run id.
+
+    Raises ConfigError, also for an etcd on another machine without TLS, unless --insecure-etcd accepts that.
     """
     etcd, serve = options.etcd, None
     if options.meet_at is not None:
@@ -231,7 +239,7 @@ def _is_ours(host: str) -> bool:
 
 
 def own_address(text: str | None, max_nodes: int) -> str | None:
-    """The IP address that `--local-addr` gives, for other nodes to come to. Raises ConfigError."""
+    """The IP address that `--local-addr` gives, at which other nodes reach this one. Raises ConfigError."""
     if text is None:
         return None
     ip = resolve_for_others(text, "--local-addr")
@@ -279,6 +287,6 @@ def _check_log_dir(directory: Path) -> None:
 
 
 def prefix_of(options: RunOptions, workers: int, env: Mapping[str, str]) -> str:
-    """What the console puts before each line of workers."""
+    """What the console puts before each line of a worker."""
     usual = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""
     return env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", usual if options.prefix is None else options.prefix)

@@ -1,6 +1,6 @@
-"""The parsers of `elasticrt status`, `drain`, `stop` and `resize`: look at a live run from outside, and change it.
+"""The parsers of `elasticrt status`, `drain`, `stop` and `resize`, which look at a live run from outside and change it.
 
-What they do is in modules that are loaded late, because those load pydantic.
+The commands themselves are in modules that are loaded late, because those load pydantic.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Carry out the command; its exit code."""
+    """Carry out the command. Returns its exit code."""
     from elasticrt.cli import change_run, status
 
     commands = {"status": status.main, "stop": change_run.stop, "drain": change_run.drain, "resize": change_run.resize}

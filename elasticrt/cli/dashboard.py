@@ -1,6 +1,7 @@
 """`elasticrt dashboard`: a page that shows the runs of this machine while they go on, from their directories.
 
-It is read-only. On loopback, the default, the users of this machine reach it; at other addresses it needs a token.
+The page is read-only. On loopback, the default, all users of this machine can reach it; at other addresses it needs a
+token.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.text import json_text
 
+# How long a browser may take to send its request.
 REQUEST_S = 10.0
 TELL_EVERY_S = 1.0
-"""An open page gets an update at least so often: its ages grow, and a closed connection is noticed."""
+"""An open page gets an update at least so often: the ages on it grow, and a write notices a closed connection."""
 
+# Nothing may be loaded from elsewhere, framed, cached or named as a referrer: the address may contain the token.
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -41,7 +44,7 @@ HEADERS = {
 
 
 def serve(host: str, port: int, log_dir: str) -> int:
-    """Show the runs below `log_dir` at an address. Raises ConfigError where that cannot be had."""
+    """Show the runs below `log_dir` at an address. Raises ConfigError if the address cannot be used."""
     try:
         server = Server(host, port, log_dir)
     except OSError as error:
@@ -57,7 +60,16 @@ def serve(host: str, port: int, log_dir: str) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs below `log_dir` at `host` and `port` (0: any free one); `url` leads there. Raises OSError."""
+    """Serves the runs below `log_dir`. Raises OSError.
+
+    Args:
+        host: the address to listen at.
+        port: the port; 0: any free one.
+        log_dir: where runs have their directories.
+
+    Attributes:
+        url: leads to the page, with the token if one is needed.
+    """
 
     daemon_threads = True
 
@@ -74,7 +86,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Refusal(Exception):  # noqa: N818  It is an answer.
-    """The answer to a request that is refused: its arguments are a status and a text."""
+    """The answer to a request that is refused. Its arguments are a status and a text."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -85,12 +97,12 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "elasticrt", ""
 
     def handle(self) -> None:
-        """Answer what is asked, as long as somebody is there."""
+        """Answer requests until the browser has closed the connection."""
         with suppress(ConnectionError):
             super().handle()
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer a GET request."""
         path, _, asked = self.path.partition("?")
         query = {name: values[-1] for name, values in parse_qs(asked).items()}
         answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
@@ -112,6 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
 
     def _check(self, query: dict[str, str]) -> None:
+        # A page of another site may make the browser ask for a name that it lets point to this machine (DNS rebinding).
         if is_foreign([f"{name}: {value}" for name, value in self.headers.items()], self.server.names):
             raise Refusal(HTTPStatus.FORBIDDEN, "ask by an address, or a name of this machine")
         if self.server.token and not compare_digest(query.get("token", "").encode(), self.server.token.encode()):
@@ -138,4 +151,4 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
 
     def log_message(self, format: str, *_: Any) -> None:  # noqa: A002  Its name is http.server's.
-        """Requests are not logged."""
+        """Log no requests."""

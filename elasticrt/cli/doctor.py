@@ -1,6 +1,6 @@
 """`elasticrt doctor`: one line for each thing that may keep a run from working on this machine, with the remedy.
 
-`doctor_looks` looks at the machine; `doctor_findings` judges what it sees.
+`doctor_looks` looks at the machine; `doctor_findings` judges what was seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elasticrt.run_options import EtcdOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(EtcdOptions):
-    """Of `elasticrt doctor`."""
+    """The options of `elasticrt doctor`."""
 
     local_addr: str | None = option("--local-addr ADDRESS", None, "this node's address, as for `run`")
     checkpoint: Path | None = option("--checkpoint DIR", None, "look at this checkpoint directory as well", Path)
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the findings. Exit code 0 where no check fails, else 1. Raises ConfigError for unusable options."""
+    """Print the findings. Exit code 0 if no check fails, else 1. Raises ConfigError for unusable options."""
     options = read(MeetingFlags(), arguments, os.environ).placed(read(DoctorOptions(), arguments, os.environ))
     with _last_line() as show:
         show("loading")
@@ -61,7 +61,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _last_line() -> Iterator[Callable[[str], None]]:
-    """What shows a text at the end of the terminal, until the context ends. Nothing is shown where stderr is none."""
+    """A function that shows a text at the end of the terminal until the context ends.
+
+    It does nothing without a terminal.
+    """
     if not fits(sys.stderr, os.environ):
         yield lambda _: None
         return

@@ -16,16 +16,17 @@ Level = Literal["ok", "warn", "fail"]
 MIB, GIB = 1 << 20, 1 << 30
 
 QUOTA_BYTES = 2 * GIB
-"""etcd's default; only from 3.6 on it says what it has."""
+"""etcd's default quota. Only etcd 3.6 and newer tells its own."""
 
+# The versions with which the tests run.
 OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 15)
 SHARED = re.compile(r"nfs4?|cifs|smb3|lustre|gpfs|ceph|beegfs|glusterfs|9p|virtiofs|afs|fuse\..+")
-"""File systems that other nodes may see as well."""
+"""The types of file systems that other nodes may see as well."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, and the remedy ("" where none is needed)."""
+    """The result of one check, with the remedy ("" if none is needed)."""
 
     level: Level
     what: str
@@ -38,7 +39,12 @@ def line(name: str, finding: Finding) -> str:
 
 
 def _judged(said: str, *troubles: tuple[object, Level, str, str]) -> Finding:
-    """The first of the troubles (whether, level, text behind `said`, remedy) that is there; "ok" without any."""
+    """The finding of the first trouble that is there; "ok" without any.
+
+    Args:
+        said: what was seen.
+        troubles: in the order of importance: whether it is there, its level, what is appended to `said`, the remedy.
+    """
     for there, level, more, remedy in troubles:
         if there:
             return Finding(level, said + more, remedy)
@@ -67,20 +73,27 @@ def etcd(
     open_to_all: bool,
     refused: str = "",
 ) -> Finding:
-    """An etcd at `where`, and the times of a read and a write; an etcd that reports troubles was asked for neither.
+    """Judge an etcd, and the times of a read and a write. An etcd that reports troubles was asked for neither.
 
-    `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login. `refused`: the
-    prefix of doctor's own below which this user may not write.
+    Args:
+        where: its address.
+        server: what it says of itself.
+        read_s: the time of a read.
+        write_s: the time of a write.
+        own: whether it was started for this look.
+        open_to_all: whether it is on another machine, without TLS and login.
+        refused: the key prefix of doctor's own, if this user may not write below it.
     """
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
-    # Before 3.6 etcd does not tell its quota, and one that is full may have less than the default.
+    # Before 3.6 etcd does not tell its quota, and one that is full may have a smaller quota than the default.
     known = f" of {_size(quota)}" if server.quota_bytes else "" if troubles else f" of {_size(quota)} (the default)"
     times = "" if troubles or refused else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     no_times = f"; times are unknown, as this user has no readwrite permission on {refused}"
     return _judged(
         f"{server.version} {place}: {times}{_size(server.used_bytes)}{known} used",
+        # 3.5.0 to 3.5.4 can lose writes in a crash ("unsafe"), so none of these is recommended below.
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),
@@ -93,9 +106,14 @@ def etcd(
 
 
 def address(own: str, why: str, interface: str, told: str | None, interfaces: Mapping[str, Collection[str]]) -> Finding:
-    """The address that an agent would publish, `why` that one, and which interface has it; "": none does.
+    """Judge the address that an agent would publish.
 
-    `told`: GLOO_SOCKET_IFNAME, where it is set. `interfaces`: this machine's, with their addresses.
+    Args:
+        own: the address.
+        why: why this one.
+        interface: the interface that has it; "": none does.
+        told: GLOO_SOCKET_IFNAME, if it is set.
+        interfaces: the interfaces of this machine with their addresses.
     """
     variable, known = f"; GLOO_SOCKET_IFNAME is {told}", ", ".join(sorted(interfaces))
     return _judged(
@@ -107,13 +125,21 @@ def address(own: str, why: str, interface: str, told: str | None, interfaces: Ma
 
 
 def loopback(error: str) -> Finding:
-    """Whether 127.0.0.1 can be used; `error`: why not."""
+    """Judge whether 127.0.0.1 can be used; `error` says why not."""
     more = f" cannot be used ({error}): processes of one node talk over it"
     return _judged("127.0.0.1", (error, "fail", more, "Bring it up: ip link set lo up"))
 
 
 def names(host: str, addresses: Collection[str], back: str, error: str, seconds: float) -> Finding:
-    """This machine's name: its `addresses` or the `error`, the name `back` from its own address, the time it took."""
+    """Judge this machine's name.
+
+    Args:
+        host: the name.
+        addresses: the addresses that it resolves to.
+        back: the name that the machine's own address resolves to.
+        error: why the name does not resolve.
+        seconds: how long resolving took.
+    """
     return _judged(
         f"{host} is {', '.join(sorted(addresses)) or 'unknown'}; its address is called {back or 'nothing'}",
         (error, "warn", f": {error}; nodes need no names, scripts may", "Add it to DNS or /etc/hosts"),
@@ -122,7 +148,7 @@ def names(host: str, addresses: Collection[str], back: str, error: str, seconds:
 
 
 def ports(first: int, last: int, used: int) -> Finding:
-    """The ports `first` to `last`, from which the kernel chooses those of a run; `used`: how many are taken."""
+    """Judge the ports from `first` to `last`, of which the kernel chooses those of a run; `used` of them are taken."""
     free, remedy = last - first + 1 - used, "`ss -tan` shows who has them; or widen net.ipv4.ip_local_port_range"
     return _judged(
         f"{free:,} of {first} to {last} are free; a run uses any of them",
@@ -132,14 +158,14 @@ def ports(first: int, last: int, used: int) -> Finding:
 
 
 def clock(synchronised: bool | None) -> Finding:
-    """The wall clock, and whether the kernel takes it for synchronised; None: it does not say."""
+    """Judge the wall clock. None: the kernel does not say whether it is synchronised."""
     remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
     said = {True: "synchronised", False: "not synchronised", None: "the kernel does not say whether it is synchronised"}
     return _judged(said[synchronised], (synchronised is False, "warn", "", remedy))
 
 
 def shared_memory(total: int, free: int) -> Finding:
-    """The shared memory in which workers of loaders hand over their batches."""
+    """Judge the shared memory in which the worker processes of loaders hand over their batches."""
     said = f"{_size(free)} of {_size(total)} shared memory are free"
     more = ": loader workers die of SIGBUS where it is full"
     remedy = "Delete what was left there, or enlarge it (docker run --shm-size=8g; an emptyDir of medium Memory)"
@@ -147,9 +173,14 @@ def shared_memory(total: int, free: int) -> Finding:
 
 
 def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) -> Finding:
-    """Hard limits: open files (an agent needs so many), processes, bytes of locked memory; -1: unlimited.
+    """Judge hard limits; -1 is unlimited.
 
-    `rdma`: whether the machine has InfiniBand or the like, which locks memory.
+    Args:
+        files: open files.
+        needed: how many of them an agent needs.
+        processes: processes and threads.
+        locked: bytes of locked memory.
+        rdma: whether the machine has InfiniBand or the like, which locks memory.
     """
     shown = ["unlimited" if each < 0 else f"{each:,}" for each in (files, processes, locked)]
     return _judged(
@@ -166,7 +197,15 @@ def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) 
 
 
 def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float) -> Finding:
-    """The checkpoint directory: a write's `error`, its kind of file system, free bytes, the time to flush a file."""
+    """Judge the checkpoint directory.
+
+    Args:
+        directory: its path.
+        error: why it cannot be written to.
+        kind: the type of its file system.
+        free: free bytes.
+        flush_s: how long it takes to flush a file.
+    """
     whose = "storage that nodes can share" if SHARED.fullmatch(kind) else "this node's own disk"
     if error:
         return Finding("fail", f"{directory}: {error}", "Name a directory that every node can write to")
@@ -179,7 +218,10 @@ def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float
 
 
 def torch(python: str, seen: Mapping[str, Any], error: str) -> Finding:
-    """Versions: of Python, and of torch as a process of its own has `seen` it; `error`: why it has not."""
+    """Judge the versions of Python and torch.
+
+    `seen` is what a process with torch has reported; `error`: why it has not.
+    """
     if error:
         return Finding("fail", f"Python {python}: {error}", "Install torch where this Python finds it")
     version = _version(seen["torch"], 2)
@@ -193,7 +235,7 @@ def torch(python: str, seen: Mapping[str, Any], error: str) -> Finding:
 
 
 def gpus(shown: int, seen: Mapping[str, Any]) -> Finding:
-    """GPUs: how many the driver shows, and what torch has `seen` of them."""
+    """Judge the GPUs: how many the driver shows, and what torch has `seen` of them."""
     found, build = seen["gpus"], f"CUDA {seen['cuda']}" if seen["cuda"] else "a build for the CPU"
     kinds = ", ".join(f"{found.count(name)} x {name}" for name in dict.fromkeys(found))
     remedy = "Look at CUDA_VISIBLE_DEVICES, nvidia-smi, and for which CUDA torch was built"
@@ -205,12 +247,12 @@ def gpus(shown: int, seen: Mapping[str, Any]) -> Finding:
 
 
 def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
-    """A SLURM job of so many `nodes`; `meets`: its agents are told where to meet."""
+    """Judge a SLURM job of so many `nodes`. `meets`: whether its agents are told where to meet."""
     more, remedy = ": its nodes have no etcd to meet in", "Give --etcd, or --insecure-etcd to `elasticrt run`"
     return _judged(said, (nodes > 1 and not meets, "warn", more, remedy))
 
 
 def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
-    """A pod: the bytes of memory that its processes may still use, and its CPUs."""
+    """Judge a pod: the bytes of memory that its processes may still use, and its CPUs."""
     said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
     return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))

@@ -1,4 +1,4 @@
-"""How `elasticrt doctor` looks at a machine. Each look has a deadline; none loads torch into this process."""
+"""How `elasticrt doctor` looks at a machine. Each look has a deadline, and none loads torch into this process."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address, Put, Store, StoreRefused, Txn
 
 LOOK_S = 120.0
-"""What one look may take: torch takes more than a minute to load from a cold disk in the network."""
+"""How long one look may take: torch takes more than a minute to load from a cold disk in the network."""
 
 TIME_ERROR = 5
 """What adjtimex(2) returns for a clock that is not synchronised."""
 
+# Runs in a process of its own, so that a broken torch or driver cannot end the command.
 TORCH = """
 import json, torch, torch.distributed as dist
 print(json.dumps({
@@ -55,7 +56,7 @@ Look = Callable[[DoctorOptions], Iterator[tuple[str, Finding]]]
 def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> Iterator[tuple[str, Finding]]:
     """The findings of `look` within `wait_s` seconds, each as soon as it is known.
 
-    If it fails or hangs, that is one more, with its `title`.
+    A look that fails or hangs is a finding as well, with the look's `title`.
     """
     found: queue.SimpleQueue[tuple[str, Finding] | None] = queue.SimpleQueue()
 
@@ -77,7 +78,7 @@ def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_
 
 
 def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """Each endpoint; without one an etcd of this machine's own, started for this."""
+    """Look at each endpoint of etcd; without any, at an etcd of this machine's own, started for this."""
     endpoints, serve = configure.where_etcd_is(options)
     if serve is not None:
         etcd_server.claim(serve, "--rdzv-endpoint")
@@ -112,7 +113,8 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
         except StoreRefused as error:
             if options.run_id is not None or "permission denied" not in str(error):
                 raise
-            refused = prefix  # Which no run needs.
+            # No run needs to write below doctor's own prefix.
+            refused = prefix
     finally:
         store.close()
     open_to_all = endpoint.scheme == "http" and not is_loopback(endpoint) and options.etcd_user is None
@@ -120,7 +122,7 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
 
 
 def _times(store: Store, key: str) -> tuple[float, float]:
-    """The seconds that a read and a write of `key` take. Raises StoreError."""
+    """How many seconds a read and a write of `key` take. Raises StoreError."""
     read_s = _median_s(lambda: store.read(key))
     lease = store.grant(10.0).lease_id
     write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
@@ -138,7 +140,7 @@ def _median_s(act: Callable[[], object]) -> float:
 
 
 def own_address(options: DoctorOptions) -> tuple[str, str]:
-    """The address that `run` would publish, and why that one. Raises ConfigError, StoreUnavailable."""
+    """The address that `run` would publish, and why this one. Raises ConfigError, StoreUnavailable."""
     endpoints, serve = configure.where_etcd_is(options)
     told = configure.own_address(options.local_addr, NODES_MAX)
     if told is not None:
@@ -150,7 +152,7 @@ def own_address(options: DoctorOptions) -> tuple[str, str]:
 
 
 def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """The address that this node would publish, its name, and 127.0.0.1."""
+    """Look at the address that this node would publish, its name, and 127.0.0.1."""
     yield "loopback", findings.loopback(why_no_loopback())
     own, why = own_address(options)
     told = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -165,12 +167,13 @@ def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What the kernel gives out: ports, the time, shared memory, and limits."""
+    """Look at what the kernel gives out: ports, the time, shared memory, and limits."""
     first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
     lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
     used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
-    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # A timex full of zeros changes nothing.
+    # A timex structure full of zeros changes nothing.
+    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())
     yield "clock", findings.clock({-1: None, TIME_ERROR: False}.get(state, True))
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
@@ -182,7 +185,7 @@ def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def checkpoints(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """A write to the checkpoint directory, or to what is above one that is not there yet."""
+    """Write to the checkpoint directory, or if it does not exist yet, to the nearest directory above it."""
     if options.checkpoint is None:
         return
     wanted, error, flush_s = options.checkpoint.absolute(), "", 0.0
@@ -205,7 +208,7 @@ def checkpoints(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """torch and what it sees of GPUs, in a process of its own."""
+    """Look at torch and the GPUs that it sees, in a process of its own."""
     command, error, seen = [os.environ.get("PYTHON_EXEC", sys.executable), "-c", TORCH], "", {}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S - 5, check=False)
@@ -221,7 +224,7 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """The SLURM job or the Kubernetes pod that this is, if it is one."""
+    """Look at the SLURM job or the Kubernetes pod around this process, if there is one."""
     job = Slurm.from_env(os.environ)
     if job is not None:
         said = f"job {job.job}, step {job.step}, node {job.node or 'none'} of {job.job_nodes}"

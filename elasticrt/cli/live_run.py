@@ -1,4 +1,4 @@
-"""Which run a command means, where its etcd is, and what its keys say: for `status`, `drain`, `stop` and `resize`."""
+"""Finds the run that a command means, its etcd and its records there: for `status`, `drain`, `stop` and `resize`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from elasticrt.story.sentences import state
 
 
 def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str, Path] | None:
-    """The id and the directory of the run that RUN or the options name; None where neither do.
+    """The id and the directory of the run that RUN or the options name; None if neither does.
 
-    Raises ConfigError where RUN is a path without a run, and where it can be no name.
+    Raises ConfigError if RUN is a path without a run, or cannot be a name.
     """
     run = arguments.run or options.run_id
     if run is None:
         return None
+    # A name below --log-dir comes before a directory of the same name here.
     below = Path(arguments.log_dir, run)
     if "/" in run or (run_dir.has_events(Path(run)) and not run_dir.has_events(below)):
         directory = run_dir.find(run, arguments.log_dir)
@@ -39,9 +40,9 @@ def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str,
 
 
 def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractContextManager[LiveRun]:
-    """The run that is named, else the only one below --log-dir that has agents on this machine, in its etcd.
+    """The named run; without a name, the only run below --log-dir that has agents on this machine.
 
-    Raises ConfigError where that is none or several: a command that changes a run must not guess.
+    Raises ConfigError if there are none or several: a command that changes a run must not guess.
     """
     named = named_run(arguments, options)
     if named is None:
@@ -53,15 +54,19 @@ def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractCon
 
 
 def live_here(log_dir: str) -> list[Path]:
-    """The runs below `log_dir` with agents on this machine, the newest first. Their etcd outlives them for a moment."""
+    """The runs below `log_dir` with agents on this machine, the newest first.
+
+    A run's etcd outlives its agents for a moment.
+    """
     return [path for path in run_dir.newest(log_dir) if not run_dir.has_ended(path) and _lives_here(path)]
 
 
 def _lives_here(directory: Path) -> bool:
-    """Whether agents of a run live here: they serve its etcd, or use one that was named and are processes here."""
+    """Whether agents of a run live here: they serve its etcd, or use a named etcd and are processes of this machine."""
     try:
         story = run_dir.read(directory)
-    except ConfigError:  # Events without the start of an agent: nobody can tell where it lives.
+    # Events without the start of an agent: nobody can tell where it lives.
+    except ConfigError:
         return False
     if story.result is not None or not story.alive():
         return False
@@ -69,9 +74,13 @@ def _lives_here(directory: Path) -> bool:
 
 
 def _served(run_id: str, story: Story | None) -> tuple[Served | None, str]:
-    """The etcd that agents have started on this machine for the run of this `story`, which its directory tells, if any.
+    """The etcd that agents on this machine have started for a run; None if there is none.
 
-    It is none where another directory's run has that id and that etcd; then the text says how to mean that one.
+    Another directory's run may have the same id and that etcd. Then it is None, and the text says how to name that run.
+
+    Args:
+        run_id: the run's id.
+        story: what the run's directory tells; None: it has no events.
     """
     served = find(run_id)
     if served is None or story is None or story.etcd == str(served.address):
@@ -81,7 +90,7 @@ def _served(run_id: str, story: Story | None) -> tuple[Served | None, str]:
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
-    """The error where no run is named; `live`: those that may be meant."""
+    """The error if no run is named. `live` are those that may be meant."""
     got = f"{len(live)} live runs" if live else "no live run here"
     expected = f"one of {', '.join(live)}" if live else "the name that `elasticrt run` has printed"
     remedy = "Name it: `elasticrt runs` lists them, with --log-dir DIR those that log elsewhere"
@@ -90,14 +99,17 @@ def which_run(live: Sequence[str] = ()) -> ConfigError:
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run, by its keys in etcd. Its `directory` has events if it is on this machine."""
+    """A run, by its keys in etcd. Its `directory` has events if the run is on this machine."""
 
     store: Store
     keys: Keys
     directory: Path
 
     def spec(self) -> tuple[SpecRecord, int]:
-        """What its nodes have agreed on, and the revision of that. Raises ConfigError when there is no such run."""
+        """What the run's nodes have agreed on, and the revision of that record.
+
+        Raises ConfigError if there is no such run.
+        """
         found = self.store.read(self.keys.spec).get(self.keys.spec)
         if found is None:
             where, expected, remedy = f"run {self.keys.run_id}", "a run in this etcd", "Check its name, and --etcd"
@@ -105,7 +117,7 @@ class LiveRun:
         return decode(SpecRecord, self.keys.spec, found.value), found.mod_revision
 
     def members(self) -> dict[str, tuple[Member, KeyValue]]:
-        """Its members by their nodes' names, with their keys."""
+        """The run's members by their nodes' names, with their keys."""
         found = self.store.read(self.keys.members).keys
         return {
             each.key[len(self.keys.members) :]: (decode(Member, each.key, each.value), each)
@@ -113,12 +125,12 @@ class LiveRun:
         }
 
     def record(self, key: str, kind: Any) -> Any:
-        """The record of this kind at `key`, or None."""
+        """The record of this kind at `key`; None if there is none."""
         found = self.store.read(key).get(key)
         return decode(kind, key, found.value) if found is not None else None
 
     def without_nodes(self) -> ConfigError:
-        """The error about a run without any node: one that is starting, or one that is over."""
+        """The error about a run without any node: it is starting, or it is over."""
         where, expected = f"run {self.keys.run_id}", "a node that takes part"
         spec = self.record(self.keys.spec, SpecRecord)
         result = None if spec is None else self.record(self.keys.result(spec.attempt), Result)
@@ -139,10 +151,10 @@ def has_ended(run_id: str, how: str, remedy: str = "") -> ConfigError:
 
 @contextmanager
 def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveRun]:
-    """The run in its etcd. Raises ConfigError where that is not known, StoreUnavailable where it does not answer.
+    """The run in its etcd. Raises ConfigError if that etcd is not known, StoreUnavailable if it does not answer.
 
-    That is the etcd of `options`, else the one that agents have noted in the run's `directory`; where they have noted
-    nothing there, the one that agents have started on this machine.
+    It is the etcd of `options`; otherwise the one that agents have noted in the run's `directory`; if they have noted
+    none, the one that agents have started on this machine.
     """
     endpoints = where_etcd_is(options)[0] or _etcd_of(run_id, directory)
     store = EtcdStore(endpoints, read_credentials(options))
@@ -160,7 +172,8 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
     served, another = _served(run_id, story)
     if served is not None:
         return (served.address,)
-    # Its agents have accepted it. A socket is of use on its machine, and of a bundled etcd as long as they live.
+    # An address that the run's agents have accepted. A socket is of use only on its machine, and that of an embedded
+    # etcd only as long as agents live.
     if story is not None and (story.etcd.startswith("http") or (story.result is None and run_dir.alive_here(story))):
         return parse_endpoints(story.etcd)
     if story is not None and (story.result is not None or not story.alive()):

@@ -26,6 +26,7 @@ from elasticrt.text import cut, log_line, plain
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has examples of each command."
 
+# The longest path in an error message.
 WHERE_MAX_BYTES = 160
 
 _MISTAKES = (
@@ -34,22 +35,26 @@ _MISTAKES = (
     (r"argument (?P<name>[^ /:]+)\S*: ignored explicit argument '(?P<got>.*)'", "an option without a value", "{name}"),
     (r"unrecognized arguments: (?P<got>.*)", "not understood", "{usage}"),
 )
-"""What argparse says of a mistake, what we say that it is, and what was expected."""
+"""What argparse says of a mistake; how we call the mistake; what was expected."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors look like all others: one line with a suggestion, exit code 2."""
+    """An argument parser whose errors look like all others: one line with a suggestion, and exit code 2."""
 
     _inside = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._negative_number_matcher = re.compile(r"-\d")  # A value, such as -1:2. No option begins so.
+        # What begins so is a value, such as -1:2, because no option of ours begins with a digit.
+        self._negative_number_matcher = re.compile(r"-\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but options may stand anywhere, and unknown ones are an error of the command given them."""
-        if self._inside:  # Called by argparse, from here.
+        """Parse as argparse does, but options may stand anywhere, and the command that gets unknown ones refuses them."""
+        # argparse calls this method again, from the call below.
+        if self._inside:
             return super().parse_known_args(args, namespace)
+        # Intermixed parsing cannot leave the rest of the line to a script, so commands with such a rest keep argparse's
+        # order.
         takes_rest = any(each.nargs in (argparse.PARSER, argparse.REMAINDER) for each in self._get_positional_actions())
         parse = super().parse_known_args if takes_rest else super().parse_known_intermixed_args
         self._inside = True
@@ -62,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
+        """Raise ConfigError instead of printing the usage."""
         commands = self._commands()
         wrong = re.search(r"invalid choice: ['\"](.*?)['\"] ", message)
         if wrong is not None and commands:
@@ -97,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         return next(iter(begun or get_close_matches(unknown, known, n=1, cutoff=0.75)), "")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write help like all other output, so that a full disk behind stdout is reported."""
+        """Write help as all other output is written, so that a full disk behind stdout is reported."""
         del file
         write(sys.stdout, message)
 
@@ -114,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Handler(logging.Handler):
-    """Writes log records to stderr, with control characters escaped: they may quote anything."""
+    """Writes log records to stderr, with control characters escaped: the records may quote anything."""
 
     in_json = False
 
@@ -129,7 +134,7 @@ def _line(level: str, kind: str, text: str) -> str:
 
 
 def build_parser() -> Parser:
-    """All commands."""
+    """The parser of all commands."""
     from elasticrt.cli import audit, control, doctor, playground, report, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, epilog=BEGIN, allow_abbrev=False)
@@ -151,7 +156,8 @@ def _check_directory() -> None:
 
 
 def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
-    """Apply --log-format and --verbose to log records, where the command has these options."""
+    """Apply --log-format and --verbose to log records, if the command has these options."""
+    # The commands without `run`'s options.
     if "quiet" not in arguments:
         return
     options = read(RunOptions(), arguments, os.environ)
@@ -174,11 +180,14 @@ _UNUSABLE = {
         "Check the path and its permissions",
     ),
 }
-"""Errors of the system that say that a name is the user's mistake: what, what was expected, and a remedy."""
+"""Errors of the system that show that a name is the user's mistake: what is wrong, what was expected, and a remedy."""
 
 
 def _do(arguments: argparse.Namespace) -> int:
-    """Run a command; its exit code. Raises ConfigError for a name that no file can have, or that cannot be reached."""
+    """Run a command. Returns its exit code.
+
+    Raises ConfigError for a name that no file can have, or that cannot be reached.
+    """
     try:
         code: int = arguments.func(arguments)
     except OSError as error:
@@ -191,7 +200,7 @@ def _do(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command. Returns its exit code."""
     occupy()
     debug = "ELASTICRT_DEBUG" in os.environ
     handler = _Handler()
@@ -199,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler.setFormatter(logging.Formatter(long if debug else short))
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
     try:
+        # `__main__` lets Ctrl-C end the process while modules are imported. From here on it raises KeyboardInterrupt.
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         _check_directory()

@@ -1,6 +1,6 @@
-"""From dataclasses of options to an argparse parser, and from what was given back to such a dataclass.
+"""Makes an argparse parser of dataclasses of options, and such a dataclass of what was given.
 
-The command line wins, then ELASTICRT_<NAME>, then PET_<NAME>, as torchrun calls the variables of its flags, then the
+The command line wins; then ELASTICRT_<NAME>; then PET_<NAME>, as torchrun calls the variables of its flags; then the
 default.
 """
 
@@ -20,6 +20,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.option_values import NODES_MAX, Option, options_of, some_text, yes_or_no
 from elasticrt.run_options import EtcdOptions, RunOptions
 
+# The headings of `--help`, in this order; "" is the top.
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
 
 T = TypeVar("T")
@@ -40,11 +41,11 @@ def add_command(
     Args:
         subparsers: all commands.
         name: the word for it.
-        act: carries it out; returns its exit code.
+        act: carries it out and returns its exit code.
         text: what it does, in one clause.
         kinds: dataclasses of its options.
-        more: what its own help says below that.
-        epilog: what stands at the end of its help, with an example.
+        more: what its own help says below the clause.
+        epilog: the end of its help, with an example.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
@@ -79,7 +80,7 @@ def declare_refused(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add RUN and --log-dir; `default`: which run is meant without RUN."""
+    """Add RUN and --log-dir. `default` says which run is meant without RUN."""
     text = f"the run's id, or its directory (default: {default})"
     parser.add_argument("run", metavar="RUN", nargs="?", type=parsed(some_text, "RUN", parser.prog), help=text)
     declare_log_dir(parser)
@@ -95,12 +96,13 @@ def declare_log_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def log_place(log_dir: str) -> str:
-    """Where runs keep their directories. --log-dir /dev/null drops workers' output only: events need a directory."""
+    """Where runs keep their directories. --log-dir /dev/null drops only workers' output: events need a directory."""
     return RunOptions.log_dir if log_dir == os.devnull else some_text(log_dir)
 
 
 def complete_files(action: argparse.Action) -> None:
-    """Its value is a file: what shtab, which makes completions of the parser, is to tell each shell (`shtab.FILE`)."""
+    """Let shells complete the value of `action` as a file: shtab makes completions of a parser, by `complete`."""
+    # What `shtab.FILE` holds, without a dependency on shtab.
     fish = "(__fish_complete_path (commandline -ct))"
     action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": fish}  # type: ignore[attr-defined]
 
@@ -110,7 +112,7 @@ def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) 
     if action.metavar in ("FILE", "DIR"):
         complete_files(action)
     for name in names:
-        # Underscores do as well, as with torchrun. Registered here, they appear neither in help nor in completion.
+        # Underscores do as well, as with torchrun. Registered here, they appear neither in help nor in completions.
         group._option_string_actions.setdefault(name[:2] + name[2:].replace("-", "_"), action)
 
 
@@ -128,7 +130,7 @@ class _Refused(argparse.Action):
 
 
 def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
-    """`base` with what was given. Raises ConfigError that names the option or the variable."""
+    """`base` with the options that were given. Raises ConfigError that names the option or the variable."""
     values = {
         name: parsed(option.parse if option.value else yes_or_no, where, arguments.prog)(text)
         for name, (option, text, where) in given(base, arguments, env).items()
@@ -137,9 +139,10 @@ def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
 
 
 def options_given(arguments: argparse.Namespace, base: E) -> E:
-    """`base` with what was given to a command about a run that `elasticrt run` has made: the name of the run, and where
-    its agents meet, are derived as they are there. SLURM's is taken where there is such a run: an agent that trains
-    alone has another one. Raises ConfigError.
+    """`base` with the options that were given to a command about a run of `elasticrt run`.
+
+    The run's name and the place where its agents meet are derived as `elasticrt run` derives them. A name by SLURM is
+    taken only if there is such a run, because an agent that trains alone has another name. Raises ConfigError.
     """
     flags, options = read(MeetingFlags(), arguments, os.environ), read(base, arguments, os.environ)
     run_id, slurm = options.run_id or flags.run_id(options), Slurm.from_env(os.environ)
@@ -150,7 +153,10 @@ def options_given(arguments: argparse.Namespace, base: E) -> E:
 
 
 def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:
-    """`parse` for a text given as `where` to the command `prog`: what it does not take is a ConfigError."""
+    """`parse` for a text that is given as `where` to the command `prog`.
+
+    The result raises ConfigError for unusable texts.
+    """
 
     def value_of(text: str) -> T:
         try:
@@ -163,9 +169,9 @@ def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], 
 
 
 def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:
-    """The options that were given, here or in `env`, as words of a command line for a place without these variables.
+    """The options that were given, also by variables, as words of a command line for a place without these variables.
 
-    `without`: fields whose options are left out. All values must have been read without an error.
+    All values must have been read without an error. Fields in `without` are left out.
     """
     found = []
     for name, (option, text, _) in given(kind, arguments, env).items():
@@ -173,7 +179,8 @@ def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, 
             continue
         if not option.value:
             found += [option.names[0]] if yes_or_no(text) else []
-        elif text.startswith("-"):  # As a word of its own it would be taken for an option.
+        # As a word of its own such a value would be taken for an option.
+        elif text.startswith("-"):
             found.append(f"{option.names[0]}={text}")
         else:
             found += [option.names[0], text]
@@ -181,8 +188,8 @@ def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, 
 
 
 def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, tuple[Option, str, str]]:
-    """The options of `kind` that were given, by their fields, with the text, and where: an option or a variable."""
-    # An agent sets ELASTICRT_NODE for its workers: an `elasticrt run` inside one must not take it for an option.
+    """The options of `kind` that were given, by field: the option, the text, and which option or variable had it."""
+    # An agent sets ELASTICRT_NODE for its workers. An `elasticrt run` inside a worker must not take it for an option.
     hidden = "ELASTICRT_NODE" if "ELASTICRT_GENERATION" in env else ""
     found = {}
     for field, option in options_of(kind).items():
@@ -195,7 +202,7 @@ def given(kind: Any, arguments: argparse.Namespace, env: Mapping[str, str]) -> d
 
 
 def variables(option: Option) -> tuple[str, ...]:
-    """The variables that are read where the option is not given, in this order."""
+    """The variables that are read if the option is not given, in this order."""
     first, *others = (_word(name).upper() for name in option.names if name.startswith("--"))
     return (f"ELASTICRT_{first}", *(f"PET_{name}" for name in (first, *others)), *option.also)
 

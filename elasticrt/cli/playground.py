@@ -20,12 +20,13 @@ from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Screen, Simulation, play
 from elasticrt.run_options import RunOptions
 
-NODES_MAX = 256  # Real processes of one machine, each with its workers.
+# All of them are real processes of one machine, each with its workers.
+NODES_MAX = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """What `simulate` has besides the options of `run`."""
+    """The options that `simulate` has besides those of `run`."""
 
     nodes: int = option("--nodes N", 2, "start so many nodes", whole(1, NODES_MAX))
 
@@ -34,7 +35,7 @@ _OURS = frozenset({
     "nnodes", "min_nodes", "max_nodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
     "events_fd", "health",
 })  # fmt: skip
-"""Options that simulate sets for each agent, refuses, or uses itself; all others are passed on as they are."""
+"""Options that simulate sets for each agent, refuses, or uses itself. All others are passed on as they are."""
 
 
 EXAMPLE = """\
@@ -58,14 +59,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything starts."""
+    """Play the run. Returns 0 only if the run succeeded. Raises ConfigError before anything starts."""
     return play(configure(arguments, os.environ), Screen(sys.stdout, os.environ))
 
 
 def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulation:
     """What to play, checked as `elasticrt run` would check it. Raises ConfigError."""
     for name in ("node", "node_rank", "standalone"):
-        # A variable such as ELASTICRT_NODE does no harm: each agent's command line overrules it.
+        # Only options are refused. A variable such as ELASTICRT_NODE does no harm: each agent's command line overrules
+        # it.
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"simulate names its nodes itself: node-0, node-1, ... (--{name.replace('_', '-')}). Leave it out"
@@ -90,10 +92,12 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
             expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
             remedy="Start more nodes or lower the minimum (--min-nodes)",
         )
-    words = [*run.words_given(arguments, {}, without=_OURS)]  # Agents read the environment by themselves.
+    # Agents read the environment by themselves, so only words of the command line are passed on.
+    words = [*run.words_given(arguments, {}, without=_OURS)]
     if options.log_dir != RunOptions.log_dir:
         words += ["--log-dir", str(Path(options.log_dir).absolute())]
-    if options.health is not None:  # One port cannot be several agents': each takes a free one.
+    # Several agents cannot share one port, so each takes a free one.
+    if options.health is not None:
         words += ["--health-port", "0"]
     return Simulation(
         run_id=settings.run_id,

@@ -24,6 +24,7 @@ from elasticrt.story.sentences import trouble
 from elasticrt.text import cut, json_text, plain
 
 PAGE = Path(__file__).with_name("dashboard.html")
+# How many runs `elasticrt runs` lists, and how much of each one's state.
 RUNS_SHOWN, STATE_SHOWN_BYTES = 20, 160
 
 REPORT = """\
@@ -91,10 +92,9 @@ def _command(
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """The directory of the run that was named, here or in variables, else of the newest. With --follow it is waited
-    for.
+    """The directory of the run that was named, as an option or by variables; without a name, of the newest.
 
-    Raises ConfigError where there is none.
+    With --follow this waits for the run. Otherwise it raises ConfigError if there is none.
     """
     run = arguments.run or options_given(arguments, EtcdOptions()).run_id
     if getattr(arguments, "follow", False):
@@ -109,7 +109,10 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def _awaited(run: str | None, log_dir: str) -> Path:
-    """The directory of this run, or of the newest, as soon as there are events. People are told of the wait."""
+    """The directory of this run, or of the newest, as soon as there are events.
+
+    A line on stderr says that this waits.
+    """
     said = False
     while True:
         found = next(run_dir.newest(log_dir), None) if run is None else run_dir.look_for(run, log_dir)
@@ -122,13 +125,17 @@ def _awaited(run: str | None, log_dir: str) -> Path:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the report, or write it as a page. Raises ConfigError for an unknown run, and where it can't be written."""
+    """Print the report, or write it as a page.
+
+    Raises ConfigError for an unknown run, and for a file that can't be written.
+    """
     story = run_dir.read(directory_of(arguments))
     now = story.present(time.time())
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
-    text = page(story, time.time())  # Before the file of another report is emptied.
+    # Made first: an error in it must not leave the file of an earlier report empty.
+    text = page(story, time.time())
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)
@@ -140,16 +147,17 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def page(story: Story, now: float) -> str:
-    """The dashboard's page with a run as it is at `now`, in seconds since 1970, and its report: one file, for ever."""
+    """The dashboard's page, in one file for good, with a run as it is at `now` (seconds since 1970) and its report."""
     told = report.report(story, story.present(now))
     saved = {"board": board(story, now), "text": "\n".join([story.text, *told]).lstrip()}
+    # "</script>" in a text would end the element early.
     data = json_text(saved).replace("<", "\\u003c")
     script = f'<script type="application/json" id="saved">{data}</script>'
     return PAGE.read_text(encoding="utf-8").replace("<!-- saved -->", script)
 
 
 def show_runs(arguments: argparse.Namespace) -> int:
-    """Print a line for each run. Raises ConfigError for a directory that is not there, unless it is the default one."""
+    """Print a line for each run. Raises ConfigError for a missing directory, unless it is the default one."""
     if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
         remedy = "Name the directory in which runs keep their logs"
         raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
@@ -178,7 +186,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
 
 
 def show_dashboard(arguments: argparse.Namespace) -> int:
-    """Serve the page. Raises ConfigError where the address cannot be had."""
+    """Serve the page. Raises ConfigError if the address cannot be used."""
     from elasticrt.cli.dashboard import serve
 
     host, port = arguments.listen
@@ -186,9 +194,9 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
 
 
 def show_events(arguments: argparse.Namespace) -> int:
-    """Print the lines of all nodes in the order of time; with --follow also new ones, until all agents have ended.
+    """Print the events of all nodes in the order of time; with --follow also new ones, until all agents have ended.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there are none.
     """
     directory, found = directory_of(arguments), False
     for lines, _ in _looks(arguments, directory):
@@ -202,16 +210,18 @@ def show_events(arguments: argparse.Namespace) -> int:
 def show_logs(arguments: argparse.Namespace) -> int:
     """Print the workers' output, generation by generation; with --follow also new output, until all agents have ended.
 
-    Raises ConfigError where none is kept.
+    Raises ConfigError if none is kept.
     """
     run, rank = arguments.run or "", arguments.rank
+    # `elasticrt logs 0` means rank 0 of the newest run, unless there is a run called 0.
     if rank is None and run.isdigit() and not any(path.is_dir() for path in (Path(run), Path(arguments.log_dir, run))):
-        arguments.run, rank = None, int(run)  # Of the newest run.
+        arguments.run, rank = None, int(run)
     directory = directory_of(arguments)
     pattern = f"generation-*/rank-{'*' if rank is None else rank}.*"
 
     def logs() -> list[Path]:
         found = [path for path in (directory / "logs").glob(pattern) if path.suffix in (".out", ".err")]
+        # "generation-10" comes after "generation-9".
         return sorted(found, key=lambda path: (int(path.parent.name.rpartition("-")[2]), path.name))
 
     run_dir.check_readable("logs that cannot be read", [*directory.glob("logs"), *directory.glob("logs/*"), *logs()])
@@ -233,7 +243,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[list[str], bool]]:
-    """The lines of `run_dir.looks`: of one, or with --follow until all agents have ended; whether it is the last."""
+    """The new lines of each look at a run, and whether it is the last look.
+
+    That is the first one, or with --follow the one after all agents have ended.
+    """
     said = False
 
     def over(story: Story) -> bool:

@@ -39,7 +39,8 @@ examples:
 KINDS = (RunOptions, TorchrunFlags)
 
 OWN = frozenset(name for kind in KINDS for name, option in options_of(kind).items() if option.own)
-"""Options that the line for another node does not repeat: it gets its own, or the line's own words say the same."""
+"""Options that the line for another node does not repeat: that node gets its own, or the line says the same in other
+words."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -67,7 +68,7 @@ def options_given(
     Args:
         arguments: what was typed.
         env: the variables.
-        nnodes: how many nodes train where nothing is given.
+        nnodes: the limits on the number of nodes if none are given.
     """
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
@@ -77,12 +78,13 @@ def options_given(
 
 
 def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
-    """`options` with `nnodes` in place of --min-nodes and --max-nodes where these are given.
+    """`options` with `nnodes` in place of --min-nodes and --max-nodes if these are given.
 
-    --nnodes on the command line overrules the variables of these two, and the other way round. Raises ConfigError where
-    both are given in one place.
+    --nnodes on the command line overrules the variables of the other two, and the other way round. Raises ConfigError
+    if both are given in the same place.
     """
     ways = {"nnodes", "min_nodes", "max_nodes"}
+    # The command line first; the variables only if it says nothing about the number of nodes.
     used = ways & given(RunOptions, arguments, {}).keys() or ways & given(RunOptions, arguments, env).keys()
     if "nnodes" in used and len(used) > 1:
         what, expected = "options that say the same thing twice", "--nnodes alone, or --min-nodes and --max-nodes"
@@ -98,12 +100,12 @@ def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[st
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:
-    """The options of `run` that were given, as words of a command line; fields `without` are left out."""
+    """The options of `run` that were given, as words of a command line. Fields in `without` are left out."""
     return tuple(word for kind in KINDS for word in words(kind, arguments, env, without=without))
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the agent; its exit code."""
+    """Run the agent. Returns its exit code."""
     options = options_given(arguments, os.environ)
     settings, spec = configure(options, arguments.script, arguments.arguments, os.environ)
     settings = replace(
@@ -112,7 +114,9 @@ def main(arguments: argparse.Namespace) -> int:
         shared_options=words_given(arguments, os.environ, without=OWN),
     )
     allow_files(settings.workers, spec.max_nodes)
+    # Imported late: it loads gRPC and pydantic, which takes longer than all checks.
     from elasticrt.agent.agent import Agent
 
+    # After the checks, whose errors may wait for a reader: from here on a reader must not delay the training.
     hurry()
     return Agent(settings, spec).run()

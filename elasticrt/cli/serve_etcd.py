@@ -1,4 +1,4 @@
-"""`elasticrt etcd`: serve an etcd in the foreground, for several runs or machines that have none."""
+"""`elasticrt etcd`: serves an etcd in the foreground, for several runs, or for machines that have none."""
 
 from __future__ import annotations
 
@@ -84,21 +84,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def check_tls(options: ServeOptions) -> None:
-    """Raises ConfigError for TLS files that are not all there, or cannot be used."""
+    """Raise ConfigError for TLS files that are not all given, or cannot be used."""
     if not options.tls:
         return
     where = "--cert-file, --key-file, --client-ca-file"
     if options.cert_file is None or options.key_file is None or options.listen is None:
         expected, remedy = "--listen, --cert-file and --key-file together", "Give the one that lacks, or leave them out"
         raise ConfigError("half of TLS", where, expected=expected, remedy=remedy)
-    import ssl  # It takes a while to load, and few need it.
+    # Loaded late, because it takes a while and few need it.
+    import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     etcd_server.check_pem_files(context, where, options.client_ca_file, options.cert_file, options.key_file)
 
 
 def serve(binary: Path, directory: Path, listen: Address, given: Address, options: ServeOptions) -> int:
-    """Start etcd at `listen`, say how to join at `given`, and wait for a signal or the end of etcd; the exit code."""
+    """Start etcd at `listen`, print how to join at `given`, and wait for a signal or etcd's end; the exit code."""
     flags = [word for pair in options.tls.items() for word in pair]
     flags += ["--client-cert-auth"] if options.client_ca_file is not None else []
     etcd = EtcdProcess(binary, directory, listen, tuple(flags))
@@ -106,8 +107,9 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     try:
         etcd.start()
         write(sys.stdout, "\n".join(how_to_join(given, options)) + "\n")
+        # After SIGCHLD etcd may only have been stopped or continued.
         while (number := signals.get()) == signal.SIGCHLD and etcd.runs():
-            pass  # It was only stopped, or goes on.
+            pass
     finally:
         etcd.stop()
     if number != signal.SIGCHLD:
@@ -117,8 +119,9 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
 
 
 def how_to_join(address: Address, options: ServeOptions) -> list[str]:
-    """The lines to print once it serves."""
+    """The lines to print once etcd serves at `address`."""
     everywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  Compared, not bound.
+    # A wildcard is no address to join at.
     reached = replace(address, host=socket.gethostname()) if everywhere else address
     words = ""
     if address.scheme == "https":

@@ -1,4 +1,4 @@
-"""What SLURM knows about an agent that it has started: its node, its run, where the others are. Pure.
+"""What SLURM knows about an agent that it has started: its node, its run, and where the other agents are. Pure.
 
 All of it comes from the variables that SLURM sets for a task, so nodes need no `scontrol`. Options overrule it.
 """
@@ -18,27 +18,32 @@ _OWN_STEPS = 0xFFFFFFF0
 """SLURM numbers its own steps downwards from 2^32: the batch script, an interactive shell, `extern`."""
 
 _PORTS = range(10_000, 30_000)
-"""Where a job's first node serves an etcd if it has to: below the ports that Linux gives to clients. Jobs on one node
-seldom get the same; the second then reports it."""
+"""Where a job's first node serves an etcd if it has to: below the ports that Linux gives to clients. Two jobs on one
+node seldom get the same port; the second one then reports that it is taken."""
 
 
 @dataclass(frozen=True)
 class Slurm:
     """One agent's place in a SLURM job."""
 
-    cluster: str  # The cluster's name, "slurm" where it has none.
-    job: int  # The job's number; of an array's element the element's own.
-    array: int | None  # The number of the whole array, None outside of one.
-    step: int | None  # The number of the step that `srun` has made; None in the batch script and in a shell.
-    node: str  # SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
+    cluster: str  # The cluster's name, or "slurm" without one.
+    job: int  # The job's number; for an element of an array the element's own.
+    array: int | None  # The number of the whole array; None outside of one.
+    # The number of the step that `srun` has made; None in the batch script and in a shell.
+    step: int | None
+    # SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
+    node: str
     first: str  # The name of the step's first node.
-    step_nodes: int  # Nodes of the step; 1 outside of a step.
-    step_tasks: int  # Its tasks; as many as nodes outside of a step.
-    job_nodes: int  # Nodes of the job.
+    step_nodes: int  # The step's nodes; 1 outside of a step.
+    step_tasks: int  # The step's tasks; outside of a step as many as nodes.
+    job_nodes: int  # The job's nodes.
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Slurm | None:
-        """The place; None outside of SLURM, and inside a worker. Raises ConfigError that names a malformed variable."""
+        """The agent's place; None outside of SLURM, and inside a worker.
+
+        Raises ConfigError that names a malformed variable.
+        """
         if not env.get("SLURM_JOB_ID") or "ELASTICRT_GENERATION" in env:
             return None
         number = _whole(env, "SLURM_STEP_ID", _OWN_STEPS)
@@ -57,20 +62,21 @@ class Slurm:
         )
 
     def run_id(self, max_nodes: int) -> str | None:
-        """The run that this agent belongs to; None where SLURM does not know, or where `max_nodes` is 1.
+        """The id of the run that this agent belongs to; None if SLURM does not know one, or if `max_nodes` is 1.
 
         The tasks of a step of several nodes are one run. So are the elements of an array of single nodes, if more than
-        one node may take part; otherwise each is a run of its own, as in a search for hyperparameters.
+        one node may take part; otherwise each element is a run of its own, as in a search for hyperparameters.
         """
         job = self.job if self.step_nodes > 1 else self.array
         if self.step is None or job is None or max_nodes == 1:
             return None
-        # The next `srun` in the same batch script is another run. By this name it would find that it has succeeded.
+        # The next `srun` in the same batch script is another run. Without the step in its name it would find that it
+        # has succeeded.
         return f"{self.cluster}-{job}" + (f".{self.step}" if self.step else "")
 
 
 def surplus(slurm: Slurm | None) -> list[str]:
-    """The note for an agent beside another one of its step on the same node, if there must be such."""
+    """A note if `srun` has started more agents than nodes, as a list; empty otherwise."""
     if slurm is None or slurm.step_tasks <= slurm.step_nodes:
         return []
     what = f"srun has started {slurm.step_tasks} agents on {slurm.step_nodes} nodes"
@@ -78,9 +84,9 @@ def surplus(slurm: Slurm | None) -> list[str]:
 
 
 def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
-    """`options` with the run id and the way to etcd that SLURM knows, where they are not given.
+    """`options` with the run id and the way to etcd that SLURM knows, if they are not given.
 
-    Raises ConfigError where each agent of a step of several nodes would train alone, or start an etcd of its own.
+    Raises ConfigError if each agent of a step of several nodes would train alone, or start an etcd of its own.
     """
     if (
         slurm is not None
@@ -104,6 +110,7 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
     first = slurm.step_nodes > 1 and bool(slurm.first)
     if first and options.insecure_etcd:
         there = meeting_place(f"{slurm.first}:{_PORTS[slurm.job % len(_PORTS)]}")
+        # The other agents know the address only by name. Whether it is theirs is decided by the address.
         return replace(options, meet_at=there, serves=True if slurm.node == slurm.first else None)
     raise ConfigError(
         "nodes of a SLURM job that have no etcd to meet in",
@@ -116,7 +123,7 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
 
 
 def alone(slurm: Slurm | None, max_nodes: int, argv: Sequence[str]) -> str:
-    """The warning for an agent that stays alone in a job of several nodes; "" where that may be intended.
+    """The warning for an agent that stays alone in a job of several nodes; "" if that may be intended.
 
     `argv` are the words after `elasticrt`.
     """
@@ -129,7 +136,7 @@ def alone(slurm: Slurm | None, max_nodes: int, argv: Sequence[str]) -> str:
 
 
 def first_node(nodes: str) -> str:
-    """The first name in a node list as SLURM writes it: `gpu[07-09,12],login` is gpu07; "" of an empty one."""
+    """The first name in a node list as SLURM writes it: `gpu[07-09,12],login` is gpu07; "" for an empty list."""
     name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert name is not None, "it also matches nothing"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0])

@@ -1,4 +1,4 @@
-"""`elasticrt status`: where a run stands, of a live run by its etcd, and of any by its directory."""
+"""`elasticrt status`: where a run stands; for a live run by its etcd, for any run by its directory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from elasticrt.story.sentences import lasted, state
 from elasticrt.text import json_text, plain
 
 WATCH_EVERY_S = 2.0
+# Moves a terminal's cursor to the top and clears what is below.
 CLEAR = "\033[H\033[J"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print where a run stands, or how it ended; without an id of the newest run that lives here, else of the newest.
+    """Print where a run stands, or how it ended. Without a name: the newest run that lives here, otherwise the newest.
 
-    Raises ConfigError for no such run.
+    Raises ConfigError if there is no such run.
     """
     options = options_given(arguments, EtcdOptions())
     named = named_run(arguments, options)
@@ -45,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: EtcdOptions) -> bool:
-    """Print the state of the run; whether it has ended."""
+    """Print the state of the run. Returns whether it has ended."""
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
@@ -56,11 +57,13 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             lines, ended = show(run, story, time.time())
         write(sys.stdout, "\n".join(lines) + "\n")
     except (ConfigError, StoreUnavailable, StoreRefused) as error:
-        away = not isinstance(error, ConfigError)  # The run may train on without etcd, and its directory tells of it.
-        # An etcd that was named should know of a run that is alive.
+        # The run may train on without etcd, and its directory tells of it.
+        away = not isinstance(error, ConfigError)
+        # An etcd that was named should know of a run that is alive, so the error is about the name.
         if story is None or (options.etcd and not away and story.alive()):
             raise
-        story = run_dir.read(directory)  # It may have ended meanwhile, and its etcd with it.
+        # Read again: the run may have ended meanwhile, and its etcd with it.
+        story = run_dir.read(directory)
         write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
         if story.result is not None or not story.alive():
             return True
@@ -75,15 +78,16 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
 
 
 def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool]:
-    """The lines about what etcd knows of the run at `now`, and whether it has ended by that.
+    """The lines about what etcd knows of the run at `now`, and whether the run has ended by that.
 
-    The `story` of its directory, if there is one, also says since when nodes are waited for, and that no step is made.
-    Raises ConfigError for no such run.
+    The `story` of the run's directory, if there is one, also tells since when nodes are waited for, and that no step is
+    made. Raises ConfigError if there is no such run.
     """
     spec, _ = run.spec()
     generation, saved = run.record(run.keys.generation, Generation), run.record(run.keys.checkpoint, Commit)
     result = run.record(run.keys.result(spec.attempt), Result)
-    # Etcd keeps the keys of killed agents for a lease term. A container's next agent often has the same process id.
+    # etcd keeps the member keys of killed agents for a lease term. Agents are compared by their node as well, because
+    # in containers the next agent often has the same process id.
     newest = {(life.node, life.pid): life for life in story.lives} if story is not None else {}
     gone = {who for who, life in newest.items() if life.code is not None or life.gone_at is not None}
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
@@ -110,7 +114,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
         left = result is None and all(member.generation != generation.number for member in members)
         name, cause = "last generation" if left else "generation", cause_of(story, generation.number, generation.cause)
         lines.append(f"{name} {generation.number}: {size} ({cause})")
-    # The directory tells of it as well, and knows more where etcd was put back to a backup.
+    # The directory tells of the checkpoint as well. It knows of a newer one if etcd was restored from a backup.
     if saved is not None and (story is None or saved.reached > story.checkpoint):
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
     for member in members:

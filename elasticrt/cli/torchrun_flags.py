@@ -1,8 +1,8 @@
-"""torchrun's flags: which are taken, which are refused, and the options that they become. Pure.
+"""torchrun's flags: which are accepted, which are refused, and the options that they become. Pure.
 
-No flag of torchrun is silently ignored: a test walks torchrun's own parser and fails on a flag that is neither taken
-nor in `REFUSED`. Most of those taken are options of ours by the same name (run_options.py). `TorchrunFlags` are the
-others; they are translated into `RunOptions`. tests/compat/FLAGS.md lists all, with what differs from torchrun.
+No flag of torchrun is silently ignored: a test walks torchrun's own parser and fails on a flag that is neither accepted
+nor in `REFUSED`. Most of the accepted flags are options of `run` by the same name (run_options.py). `TorchrunFlags` are
+the others, which are translated into `RunOptions`. tests/compat/FLAGS.md lists all, with what differs from torchrun.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED = {
     "--numa-binding": "which CPUs are near a GPU is not looked at. Use numactl (numactl --cpunodebind=0 elasticrt run "
     "...), or os.sched_setaffinity in the script, by LOCAL_RANK",
 }
-"""Why each is refused, and what to use in its place."""
+"""Why each flag is refused, and what to use in its place."""
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
@@ -46,7 +46,7 @@ TEE_PREFIX = "[${role_name}${local_rank}]:"
 SECTION = "torchrun's flags"
 
 _THEIR_ETCD = ("elasticrt", "etcd-v3")
-"""Backends whose endpoint is an etcd that is running."""
+"""Backends whose endpoint is an etcd that is running already."""
 
 _flag = partial(option, section=SECTION)
 
@@ -66,7 +66,7 @@ class MeetingFlags:
     )
 
     def placed(self, options: E) -> E:
-        """`options` with the way to etcd that these flags name, unless they have one. Raises ConfigError."""
+        """`options` with the way to etcd that these flags name, unless they have one already. Raises ConfigError."""
         if self.rdzv_backend not in ("", "static", "c10d", *_THEIR_ETCD):
             raise ConfigError(
                 "a rendezvous backend that elasticrt does not have",
@@ -82,20 +82,20 @@ class MeetingFlags:
         return replace(options, meet_at=meeting_place(self.rdzv_endpoint))
 
     def run_id(self, options: EtcdOptions) -> str | None:
-        """A name for the run, made from the endpoint of all its agents; torchrun calls such a run "none"."""
-        # No other node can know a free port of this machine, as `HOST:0` asks for.
+        """A name for the run, made from the endpoint that its agents share. torchrun calls every such run "none"."""
+        # With `HOST:0` the port is a free one, which no other node can know, so nobody shares the endpoint.
         if not self.rdzv_endpoint or self.rdzv_endpoint.endswith(":0"):
             return None
         return None if options.etcd or self.rdzv_backend in _THEIR_ETCD else parse.as_name(self.rdzv_endpoint)
 
 
 def meeting_place(text: str) -> Address | None:
-    """The address of `HOST` or `HOST:PORT`; None where only agents of this machine can meet. Raises ConfigError."""
+    """The address of `HOST` or `HOST:PORT`; None if only agents of this machine can meet there. Raises ConfigError."""
     text = text if ":" in text.rpartition("]")[2] else f"{text}:{C10D_PORT}"
     if text in ("localhost:0", "127.0.0.1:0"):
         return None
     address = parse_endpoints(text, "--rdzv-endpoint")[0]
-    # Agents of one machine meet at a socket of their user's. A port would be open to the machine's other users.
+    # Agents of one machine meet at a socket of their user's instead. A port would be open to the machine's other users.
     return None if is_loopback(address) else address
 
 
@@ -130,7 +130,7 @@ class TorchrunFlags(MeetingFlags):
     )  # fmt: skip
 
     def translated(self, options: RunOptions) -> RunOptions:
-        """`options` with what these flags set, and a note on each without effect. Raises ConfigError."""
+        """`options` with what these flags set, and with a note on each flag without effect. Raises ConfigError."""
         endpoint, notes = self.rdzv_endpoint, []
         if self.standalone:
             if options.run_id is not None:
@@ -152,7 +152,7 @@ class TorchrunFlags(MeetingFlags):
         return replace(
             meeting.placed(options),
             run_id=options.run_id or made,
-            # Nobody has named a run to go on with: the same command again is another training, as with torchrun.
+            # Nobody has named a run to go on with, so the same command again is another training, as with torchrun.
             again=options.again or made is not None,
             hidden=_less(self.redirects, self.tee),
             prefix=TEE_PREFIX if self.tee != NO_STREAMS else None,
@@ -169,7 +169,7 @@ def _standalone(options: RunOptions) -> RunOptions:
 
 
 def _less(shown: Streams, kept: Streams) -> Streams:
-    """Streams of the first without those of the second."""
+    """The streams of the first without those of the second."""
     some = {rank: shown.of(rank) - kept.of(rank) for rank in {*shown.some, *kept.some}}
     return Streams(shown.others - kept.others, some)
 
@@ -183,7 +183,7 @@ _CONF = {
     "is_host": parse.yes_or_no,
     "store_type": parse.choice("tcp"),
 }
-"""Keys of `--rdzv-conf` that mean something here, and their parsers."""
+"""Keys of `--rdzv-conf` that mean something here, with their parsers."""
 
 _REFUSED_CONF = {
     "heartbeat_timeout": "Use --lease-ttl: a silent node is gone after so long",
@@ -213,12 +213,15 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
             remedy = f"Write {key}=VALUE with such a value"
             raise ConfigError("not a usable value", where, got=text, expected=str(error), remedy=remedy) from None
     found: dict[str, Any] = {"serves": given.get("is_host")}
-    if "join_timeout" in given or "timeout" in given:  # Many write `timeout` for it.
+    # Many write `timeout` for it.
+    if "join_timeout" in given or "timeout" in given:
         found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
     if "last_call_timeout" in given:
+        # The ranges of the options that these become.
         found["settle_quiet_s"] = min(60.0, given["last_call_timeout"])
         found["settle_max_s"] = min(600.0, given["last_call_timeout"])
-    if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:  # torchrun's defaults: three times 5 s.
+    # By torchrun's defaults a node is gone after three times 5 s.
+    if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:
         ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
         if not 1.0 <= ttl_s <= 3600.0:
             where, expected = "--rdzv-conf", "keep_alive_interval times keep_alive_max_attempt from 1 s to 3600 s"

@@ -1,6 +1,6 @@
 """`elasticrt.spawn`: `torch.multiprocessing.spawn`, elastic.
 
-A call runs one node's agent as a child process, whose workers run this module as their script: they find the function
+A call runs one node's agent as a child process, whose workers run this module as their script. They find the function
 as multiprocessing does, and call it. The agent is on a leash: however this process ends, the agent and its workers end.
 
 The call and the returned values are in memory files of the caller. Workers get the paths of the caller's descriptors,
@@ -26,18 +26,21 @@ from elasticrt.errors import ConfigError, ElasticError
 from elasticrt.ipc.leash import command_of
 
 STOP_S = 30.0
-"""How long the agent may take to end its workers, their grace included, before it is killed, and they with it."""
+"""How long the agent may take to end its workers, with their grace, before it is killed together with them."""
 
+# How long the last output may take to arrive after the agent's end.
 FLUSH_S = 5.0
 _CALL = "ELASTICRT_CALL"
-"""The path of the pickled call."""
+"""The variable with the path of the pickled call."""
 
 _VALUES = "ELASTICRT_CALL_VALUES"
-"""The paths for the returned values, one for each local rank, with colons between them."""
+"""The variable with the paths for the returned values, one for each local rank, with colons between them."""
 
+# How much of the end of stderr is kept for the error.
 _LAST_CHARACTERS = 8000
 _COMPLAINT = "elasticrt: error: "
 
+# By exit code. The agent is another process, so its error is made again here.
 _ERRORS = {kind.exit_code: kind for kind in ElasticError.__subclasses__()}
 
 
@@ -50,24 +53,24 @@ def spawn(
     min_nodes: int = 1,
     max_nodes: int = 1,
 ) -> dict[int, Any]:
-    """Call `fn(i, *args)` in `nprocs` worker processes of an elastic run; what each returned, by global rank.
+    """Call `fn(i, *args)` in `nprocs` worker processes of an elastic run. Returns what each returned, by global rank.
 
-    As `torch.multiprocessing.spawn`, with i from 0 to nprocs - 1, but workers that fail are restarted as those of
-    `elasticrt run` are, from what `fn` has saved, and find RANK, WORLD_SIZE, MASTER_ADDR and so on set. With more than
-    one node, run the same program on each with ELASTICRT_RUN_ID, and ELASTICRT_ETCD where they are several machines;
+    As `torch.multiprocessing.spawn`, with i from 0 to nprocs - 1. Unlike there, workers that fail are restarted as
+    those of `elasticrt run` are, from what `fn` has saved, and find RANK, WORLD_SIZE, MASTER_ADDR and so on set. With
+    more than one node, run the same program on each with ELASTICRT_RUN_ID, and with ELASTICRT_ETCD on several machines;
     i is then the local rank, and the values are those of this node's ranks. All options of `elasticrt run` can be set
     as ELASTICRT_<NAME>.
 
     Args:
         fn: a function of a module, of a script with `if __name__ == "__main__":`, or (with cloudpickle) of a notebook.
-        args: what follows i. It is pickled, once for all workers and restarts.
+        args: what follows i. It is pickled once, for all workers and restarts.
         nprocs: workers on this node.
         join: only True: spawn returns when all is over.
         min_nodes: train with at least so many nodes.
-        max_nodes: and at most so many.
+        max_nodes: train with at most so many nodes.
 
-    Raises WorkersFailedError with the report when the workers have failed more often than allowed, ConfigError when
-    the function, its arguments or an option cannot be used, and the agent's other errors by their exit codes.
+    Raises WorkersFailedError with the report if the workers have failed more often than allowed, ConfigError if the
+    function, its arguments or an option cannot be used, and the agent's other errors by their exit codes.
     """
     if join is not True:
         raise ConfigError("spawn waits for its workers", "spawn", got=f"join={join!r}", remedy="Call it in a thread")
@@ -86,7 +89,7 @@ def spawn(
 
 @contextlib.contextmanager
 def _memory() -> Iterator[str]:
-    """A memory file: the path at which processes of this user can open it."""
+    """A context with a memory file. Yields the path at which processes of this user can open it."""
     fd = os.memfd_create("elasticrt-call", os.MFD_CLOEXEC)
     try:
         yield f"/proc/{os.getpid()}/fd/{fd}"
@@ -102,7 +105,9 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn) or not hasattr(fn, "__qualname__"):
         raise ConfigError("not a function", "spawn", got=type(fn).__name__)
     preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
-    preparation.pop("authkey", None)  # It must not be pickled, and workers are no children of multiprocessing's.
+    # It must not be pickled, and the workers are not children of multiprocessing's.
+    preparation.pop("authkey", None)
+    # The main module of a notebook or an interactive session is no file, so workers cannot import the function from it.
     by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
     try:
         function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
@@ -128,7 +133,7 @@ def _cloudpickle() -> Any:
 
 
 def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Run an agent to its end, and print what it and its workers print. Raises the error of its exit code."""
+    """Run an agent to its end, and print what the agent and its workers print. Raises the error of its exit code."""
     source, fd = os.pipe()
     command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
     try:
@@ -139,7 +144,8 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[fd],
-            start_new_session=True,  # Ctrl-C at a terminal is for this process, which passes it on.
+            # Ctrl-C at a terminal is for this process, which passes it on.
+            start_new_session=True,
         )
     finally:
         os.close(fd)
@@ -162,16 +168,17 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _keep_ends(source: int, ends: dict[str, Any]) -> None:
-    """Read the events of an agent as they come, and keep those that say how it has ended: a run has very many."""
+    """Read the events of an agent as they come, and keep only those that say how it ended: a run has very many."""
     with open(source, "rb") as lines:
         for line in lines:
-            event = json.loads(line) if line.endswith(b"\n") else {"event": ""}  # A killed agent may leave half a line.
+            # A killed agent may leave half a line.
+            event = json.loads(line) if line.endswith(b"\n") else {"event": ""}
             if event["event"] in ("result", "failure"):
                 ends[event["event"]] = event
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the agent if it still runs: it hands over and saves. At a second Ctrl-C it ends at once, later by force.
+    """End the agent if it still runs: it hands over and saves. At a second Ctrl-C it ends at once, and later by force.
 
     Its workers never outlive it.
     """
@@ -179,7 +186,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             process.terminate()
             process.wait(STOP_S)
-        process.terminate()  # Nothing, where it has ended.
+        # Does nothing if the agent has ended.
+        process.terminate()
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -187,7 +195,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _show(source: IO[bytes], target: TextIO, last: list[str]) -> None:
-    """Copy a process's output to a stream of ours, which in a notebook has no descriptor; its end is kept in `last`."""
+    """Copy a process's output to a stream of this process, which in a notebook has no descriptor.
+
+    Its end stays in `last`.
+    """
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     encoding = target.encoding or "utf-8"
     read = True
@@ -199,12 +210,13 @@ def _show(source: IO[bytes], target: TextIO, last: list[str]) -> None:
                 if read:
                     target.write(text.encode(encoding, "backslashreplace").decode(encoding))
                     target.flush()
-            except OSError:  # Nothing reads it, or the disk is full. The agent's last lines are still wanted.
+            # Nothing reads the stream, or the disk is full. The agent's last lines are still wanted for the error.
+            except OSError:
                 read = False
 
 
 def _raise_for(code: int, events: Mapping[str, Any], said: str) -> None:
-    """Raise the error of the agent's exit code, with its report from its last events, else with its last line."""
+    """Raise the error of the agent's exit code, with the report in its last events, or else with its last line."""
     if code == 0:
         if "result" not in events:
             got, remedy = os.environ.get("ELASTICRT_RUN_ID", ""), "Take another run id, or set ELASTICRT_AGAIN=1"
@@ -218,19 +230,22 @@ def _raise_for(code: int, events: Mapping[str, Any], said: str) -> None:
 
 
 def _work() -> None:
-    """In a worker: call the function with the local rank, and write what it returns to the caller's memory."""
-    local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])  # LOCAL_RANK is 0 for all where each sees one GPU only.
+    """In a worker: call the function with the local rank, and write what it returns to the caller's memory file."""
+    # Not LOCAL_RANK, which is 0 for all workers if each sees only one GPU.
+    local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])
     target = os.environ[_VALUES].split(":")[local_rank]
     try:
         call = Path(os.environ[_CALL]).read_bytes()
     except FileNotFoundError:
         raise ConfigError("the process that called spawn is gone", "spawn", got=os.environ[_CALL]) from None
     preparation, function, by_value = pickle.loads(call)  # noqa: S301  From our own caller.
-    # Imports the caller's main module under another name, so that what is below its `if __name__` does not run again.
+    # This imports the caller's main module under another name, so that the code below its `if __name__` does not run
+    # again.
     multiprocessing.spawn.prepare(preparation)
     function, arguments = pickle.loads(function)  # noqa: S301  The same.
     value = function(local_rank, *arguments)
-    rank = int(os.environ["RANK"])  # The last one: a change of the membership may give another during the call.
+    # Read after the call: a change of membership may have given this worker another rank meanwhile.
+    rank = int(os.environ["RANK"])
     try:
         data = (_cloudpickle() if by_value else pickle).dumps((rank, value))
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""Play a run on one machine: one real agent process for each node, their output merged, faults on request.
+"""Plays a run on one machine: one real agent process for each node, their output merged, faults on request.
 
-Threads read the agents' pipes into one queue; the main thread does everything else. It also starts the agents, because
-the leash that ends them with this process is tied to the thread that starts them.
+Threads read the agents' pipes into one queue, and the main thread does everything else. The main thread also starts the
+agents, because the leash that ends them with this process is tied to the thread that starts them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.playground import fault_plan, narration
 
-LOOK_EVERY_S = 0.1  # How late a fault by the clock or a status line may be.
-TERM_GRACE_S = 10.0  # From SIGTERM to SIGKILL when the simulation is stopped.
-LAST_OUTPUT_S = 1.0  # How long pipes are read after their agent has ended: another process may hold them open.
+# How late a fault by the clock or a status line may be.
+LOOK_EVERY_S = 0.1
+# From SIGTERM to SIGKILL when the simulation is stopped.
+TERM_GRACE_S = 10.0
+# How long pipes are read after their agent has ended: another process may hold them open.
+LAST_OUTPUT_S = 1.0
 LINE_BYTES_MAX = 1 << 16
 
-COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: distinct on dark and on light.
+# Cyan, yellow, magenta, green, blue, red: distinct on dark and on light.
+COLOURS = (36, 33, 35, 32, 34, 31)
 BOLD, DIM = 1, 2
+# How the simulation's own lines begin, and how each kind is painted.
 _OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
 
 
@@ -40,8 +45,15 @@ _OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
 class Simulation:
     """What to play.
 
-    `agent` is the program that an agent is (`python -m elasticrt run`), `options` go to every agent as they are,
-    `command` is the training script with its arguments.
+    Attributes:
+        run_id: the run's name.
+        nodes: how many nodes there are at the beginning.
+        min_nodes, max_nodes: the run's limits.
+        workers_per_node: of each node.
+        command: the training script with its arguments.
+        options: go to every agent as they are.
+        faults: what happens, and when.
+        agent: the program that an agent is (`python -m elasticrt run`).
     """
 
     run_id: str
@@ -70,12 +82,12 @@ class Screen:
 
     def __init__(self, out: TextIO, env: Mapping[str, str]) -> None:
         self._out = out
-        # NO_COLOR counts when it is there and not empty, see no-color.org.
+        # NO_COLOR counts if it is set and not empty, see no-color.org.
         self._colour = out.isatty() and not env.get("NO_COLOR")
         self.broken = False
 
     def show(self, line: str, node: str = "") -> None:
-        """Print one line, at once; `node` has printed it, "" stands for the simulation itself."""
+        """Print one line, at once. `node` has printed it; "" stands for the simulation itself."""
         if self.broken:
             return
         self.broken = not write(self._out, self._format(line, node) + "\n")
@@ -85,7 +97,7 @@ class Screen:
             return self._paint(line, _OWN.get(line[:2], 0))
         number = re.search(r"[0-9]+$", node)
         colour = COLOURS[int(number[0]) % len(COLOURS)] if number else COLOURS[0]
-        # A carriage return would let one node's progress bar write over another's tag.
+        # A carriage return would let one node's progress bar write over another node's tag.
         return f"{self._paint(node, colour)} | " + line.rstrip("\r").replace("\r", " ")
 
     def _paint(self, text: str, code: int) -> str:
@@ -93,13 +105,14 @@ class Screen:
 
 
 def play(simulation: Simulation, screen: Screen) -> int:
-    """Run it to its end and return the exit code: 0 only when the run succeeded, 130 or 143 when it was stopped."""
+    """Play the run to its end. Returns 0 only if the run succeeded, and 130 or 143 if the simulation was stopped."""
     player = _Player(simulation, screen)
     with player.signals():
         try:
             return player.run()
         finally:
-            player.close()  # Only after an error is there anything left.
+            # Only after an error is there anything left.
+            player.close()
 
 
 class _Player:
@@ -111,16 +124,20 @@ class _Player:
         self._screen = screen
         self._narration = narration.Narration(started_at=self._now(), min_nodes=simulation.min_nodes)
         self._faults = simulation.faults
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been taken note of, by node.
+        # By node, the agents whose end has not been noted.
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._started = 0
         self._stopped_by = 0
         self._kill_at: float | None = None
-        # By node: a line of output, an event, or an exit code; a signal to this process has "" for a node.
+        # By node: a line of output, an event, or an exit code. A signal to this process has the node "".
         self._news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are put into the queue, which is safe in a handler, and do nothing else."""
+        """A context in which SIGINT and SIGTERM go into the queue and do nothing else.
+
+        `SimpleQueue.put` is safe in a handler.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM)
         handlers = {number: signal.signal(number, lambda got, _: self._news.put(("", got))) for number in numbers}
         try:
@@ -130,7 +147,7 @@ class _Player:
                 signal.signal(number, handler)
 
     def run(self) -> int:
-        """The whole simulation."""
+        """Run the whole simulation. Returns the exit code."""
         for _ in range(self._simulation.nodes):
             self._add_node()
         while self._agents:
@@ -146,7 +163,7 @@ class _Player:
         return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
 
     def close(self) -> None:
-        """End what is left."""
+        """End all agents that are left."""
         for process in self._agents.values():
             process.kill()
             process.wait()
@@ -154,7 +171,7 @@ class _Player:
     # --- What happens -------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds since 1970, in order whatever happens to the wall clock: as events have them."""
+        """Seconds since 1970, as events have them, and in order even when the wall clock is set."""
         return self._zero + time.monotonic()
 
     def _take(self, node: str, news: bytes | events.Record | int) -> None:
@@ -185,7 +202,7 @@ class _Player:
                 self._screen.show(f"!! {fault.text}  ({self._do(fault)})")
 
     def _stop(self, number: signal.Signals) -> None:
-        """Send SIGTERM to all agents, or SIGKILL the second time."""
+        """Send SIGTERM to all agents; the second time SIGKILL."""
         now = self._now()
         if self._stopped_by:
             self._kill_at = now
@@ -211,8 +228,8 @@ class _Player:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Agents and workers share the machine's cores here, which is what torchrun sets this for as well. All
-                # nodes would take the same GPU, which NCCL refuses.
+                # Agents and workers share the machine's cores here, so each uses one thread; torchrun sets this for the
+                # same reason. No GPU is visible, because all nodes would take the same one, which NCCL refuses.
                 env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **os.environ},
                 pass_fds=(events_write,),
                 start_new_session=True,
@@ -241,7 +258,7 @@ class _Player:
                 self._news.put((node, meaning(line)))
 
     def _do(self, fault: fault_plan.Fault) -> str:
-        """Carry out a fault; a text about what was done."""
+        """Carry out a fault. Returns a text about what was done."""
         if fault.what == "add node":
             return self._add_node()
         if fault.what == "kill worker":
@@ -260,10 +277,11 @@ class _Player:
     def _kill_worker(self, rank: int) -> str:
         pid = self._narration.story.worker(rank)
         agents = [process.pid for process in self._agents.values()]
-        # The pid comes from an event: by now it may belong to another process.
+        # The pid comes from an event, so by now it may belong to another process.
         if pid is None or not any(descends(pid, agent) for agent in agents):
             return "no such worker is running: nothing done"
-        with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
+        # The worker may have ended by itself in this very moment.
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         return f"SIGKILL to pid {pid}"
 
@@ -279,5 +297,5 @@ def descends(pid: int, ancestor: int) -> bool:
 
 
 def _event(line: bytes) -> events.Record | bytes:
-    """An agent's event, or the line itself where a killed agent has left half of one."""
+    """An agent's event, or a line about it if a killed agent has left half of one."""
     return events.decode(line) or b"?? half an event: " + line

@@ -1,6 +1,6 @@
 """The lines that a simulation prints about its run, in order. Pure.
 
-`story.fold` folds the events, and `story.changes` words the changes of membership; the rest is here.
+`story.fold` folds the events, and `story.changes` words the changes of membership. The rest is here.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Stand, Story
 
+# After how many steps of a generation a kill is suggested.
 OFFER_AFTER_STEPS = 30
 STATUS_EVERY_S = 5.0
 
 
 class Narration:
-    """One simulation's.
+    """Turns the events of one simulation into lines.
 
     Args:
-        started_at: when it began.
-        min_nodes: with so many nodes no kill is offered.
+        started_at: when the simulation began.
+        min_nodes: the run's minimum; with no more nodes than this, no kill is suggested.
 
     Attributes:
         story: of the run.
-        ended: agents' exit codes by node (negative: signal).
+        ended: the agents' exit codes by node (negative: signal).
     """
 
     def __init__(self, *, started_at: float, min_nodes: int) -> None:
@@ -36,19 +37,22 @@ class Narration:
         self.ended: dict[str, int] = {}
         self._min_nodes = min_nodes
         self._changes = Changes(self.story, whole=True)
+        # The generation for which a kill was suggested.
         self._offered = 0
+        # Whether the result was printed.
         self._ended = False
-        self._blamed: tuple[object, ...] = ()  # Ranks, nodes and step of the newest finding.
+        # Ranks, nodes and step of the newest finding: each agent writes it, and it is printed once.
+        self._blamed: tuple[object, ...] = ()
         self._status_at = 0.0
 
     def alive(self) -> tuple[str, ...]:
-        """Nodes whose agent runs."""
+        """The nodes whose agents run."""
         return tuple(node for node in self.story.alive() if node not in self.ended)
 
     # What happens.
 
     def tell(self, record: events.Record) -> list[str]:
-        """Take an agent's event; the lines about it."""
+        """Take an agent's event. Returns the lines about it."""
         story = self.story
         first_agent = not story.lives
         lines = _lines(self._changes.tell(record))
@@ -70,10 +74,10 @@ class Narration:
         return lines
 
     def exited(self, node: str, code: int) -> list[str]:
-        """The agent of `node` has ended with `code` (negative: signal)."""
+        """Note that the agent of `node` has ended with `code` (negative: signal). Returns the lines about it."""
         self.ended[node] = code
         quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.chapter is not None)
-        # The next generation has a line about a killed agent, and the result has one about an orderly end.
+        # A killed agent is told of by the next generation, and an orderly end by the result.
         how = f"code {code}" if code >= 0 else signal_name(-code)
         return [] if quiet else [f"-- the agent of {node} ended ({how})"]
 
@@ -88,7 +92,7 @@ class Narration:
     # What is said.
 
     def _offer(self) -> list[str]:
-        """Suggest a kill, once for each membership, where the run would survive it."""
+        """Suggest a kill, once for each generation, if the run would survive it."""
         story, chapter = self.story, self.story.chapter
         if chapter is None or self._offered == chapter.number or story.step - chapter.resume_step < OFFER_AFTER_STEPS:
             return []
@@ -111,9 +115,11 @@ class Narration:
     # The end.
 
     def verdict(self) -> tuple[int, str]:
-        """The exit code of the whole and one sentence. 0 only when agents survived and all of them ended with 0.
+        """The exit code of the whole, and one sentence.
 
-        Agents ended by a signal, or by the SIGTERM of a drain (143), are what the run had to survive.
+        The code is 0 only if agents survived and all of them ended with 0.
+
+        Agents that were ended by a signal, or by the SIGTERM of a drain (143), are what the run had to survive.
         """
         survivors = {node: code for node, code in self.ended.items() if code >= 0 and code != EXIT_TERMINATED}
         bad = {node: code for node, code in survivors.items() if code != 0}
