@@ -11,6 +11,7 @@ import os
 
 from elasticrt.text import plain
 
+# Scripts and schedulers act on these codes, so they do not change.
 EXIT_OK = 0
 EXIT_WORKERS = 1
 EXIT_USAGE = 2

@@ -87,6 +87,7 @@ def _options(spec: RunSpec) -> dict[str, str]:
         names.get(field, field): f"{value:g}s" if isinstance(value, float) else repr(value)
         for field, value in spec.model_dump(exclude={"restarts_reset", "settle_quiet_s", "settle_max_s"}).items()
     }
+    # These two have no option of their own: torchrun's `last_call_timeout` sets both.
     shown["last_call_timeout of --rdzv-conf"] = f"{spec.settle_quiet_s:g}s to {spec.settle_max_s:g}s"
     shown["--max-restarts"] += " without a new step" if spec.restarts_reset else ""
     return shown

@@ -76,6 +76,8 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
     newest = _newest(starts)
     finished = max(file.finished for file in starts[newest].values())
     opening = _lowest(starts[newest]).opening
+    # What counts: the history that the newest start went on from, and its own steps up to the last that one of its
+    # ranks has finished. All ranks had written that step down by then.
     chain = [*opening.history, (newest, finished)]
     problems = gaps = list(_gaps(starts, chain))
     entries, closings = _counted(starts, chain)
@@ -83,6 +85,7 @@ def check(files: Iterable[LedgerFile]) -> AuditResult:
     epochs = []
     for number in numbers:
         over = number < max(numbers)
+        # With gaps, a sample without an entry may have been trained.
         lost = "not written down, or lost" if gaps else "lost"
         epoch, found = _judge(number, opening.samples, entries[number], closings.get(number), lost, over=over)
         epochs.append(epoch)

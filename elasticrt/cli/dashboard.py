@@ -71,6 +71,7 @@ class Server(ThreadingHTTPServer):
         url: leads to the page, with the token if one is needed.
     """
 
+    # A page that stays open keeps its stream, and must not keep this process.
     daemon_threads = True
 
     def __init__(self, host: str, port: int, log_dir: str) -> None:
@@ -94,6 +95,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     timeout = REQUEST_S
+    # The header `Server` names no version, neither ours nor Python's.
     server_version, sys_version = "elasticrt", ""
 
     def handle(self) -> None:

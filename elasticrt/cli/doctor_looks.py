@@ -90,6 +90,7 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data))
         try:
             etcd.start()
+            # A record is written and removed as agents do it, so that a full disk is found as well.
             with embedded.locked() as (directory, _):
                 record = embedded.record_of(directory, data.name)
                 embedded.write_record(record, embedded.Served(etcd.address, os.getpid(), start_of(os.getpid())))
@@ -105,6 +106,7 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
     check_listening((endpoint,))
     store, read_s, write_s, refused = EtcdStore((endpoint,), configure.read_credentials(options)), 0.0, 0.0, ""
     prefix = f"/elasticrt/{options.run_id or 'doctor'}/"
+    # Below the prefix of the run if one is named: an etcd user may have permission for this prefix alone.
     key = f"{prefix}doctor/{uuid4().hex}"
     try:
         server = store.status()
@@ -124,6 +126,7 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
 def _times(store: Store, key: str) -> tuple[float, float]:
     """How many seconds a read and a write of `key` take. Raises StoreError."""
     read_s = _median_s(lambda: store.read(key))
+    # With a lease the key goes even if this process is killed.
     lease = store.grant(10.0).lease_id
     write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
     store.revoke(lease)
@@ -170,6 +173,7 @@ def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     """Look at what the kernel gives out: ports, the time, shared memory, and limits."""
     first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
     lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
+    # The second column is the local address, with its port in hexadecimal.
     used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
     # A timex structure full of zeros changes nothing.
@@ -178,6 +182,7 @@ def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    # The hard limits: within these a process can raise its own soft limits.
     files, processes, locked = (resource.getrlimit(kind)[1] for kind in kinds)
     needed = files_needed(configure.count_workers(None, os.environ), NODES_MAX)
     rdma = any(Path("/sys/class").glob("infiniband/*"))
@@ -199,6 +204,7 @@ def checkpoints(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
             flush_s = time.monotonic() - began
     except OSError as failure:
         error = f"{there} cannot be written to: {failure.strerror}"
+    # The file system is found by its device number, because the path may be below any mount.
     mounts = [line.split(" - ") for line in text_of(Path("/proc/self/mountinfo")).splitlines()]
     kinds = {place.split()[2]: what.split()[0] for place, what in mounts}
     device, room = there.stat().st_dev, os.statvfs(there)
@@ -211,10 +217,12 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     """Look at torch and the GPUs that it sees, in a process of its own."""
     command, error, seen = [os.environ.get("PYTHON_EXEC", sys.executable), "-c", TORCH], "", {}
     try:
+        # Its time ends before this look's own, so that the reason is shown.
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S - 5, check=False)
         if done.returncode == 0:
             seen = json.loads(done.stdout.splitlines()[-1])
         else:
+            # The last line of a traceback is the error.
             error = next(reversed(done.stderr.splitlines()), f"importing torch ends it with {done.returncode}")
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure)

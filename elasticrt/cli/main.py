@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but options may stand anywhere, and the command that gets unknown ones refuses them."""
+        """Parse as argparse does, but options may stand anywhere, and a command refuses unknown ones itself."""
         # argparse calls this method again, from the call below.
         if self._inside:
             return super().parse_known_args(args, namespace)
@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(f"elasticrt: error: the output cannot be written (stdout): {error.strerror}\n")
         return EXIT_USAGE
     except KeyboardInterrupt:
+        # As a shell has it for a process that SIGINT has ended: 128 + 2.
         return 130
     except Exception:  # noqa: BLE001  The last line of defence: a bug of ours is shown whole, with its own exit code.
         bug = "elasticrt: this is a bug in elasticrt, not in your script; please report it"

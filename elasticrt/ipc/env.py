@@ -208,7 +208,7 @@ _NOTHING: dict[str, Any] = {"int": 0, "str": ""}
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """The settings of a worker, from its agent. Each field travels as an environment variable.
+    """The settings of a worker, from its agent. Each field but two travels as an environment variable.
 
     Fields that are not listed mean what torchrun's variables of the same names mean. File descriptors are inherited by
     the worker; -1 is none.
@@ -222,9 +222,9 @@ class WorkerEnv:
         cause: why the generation was made, in the leader's words.
         last_step: the newest step of this node's workers before the generation; 0: none, or not known.
         last_step_at_ns: when `last_step` was done (CLOCK_MONOTONIC); 0 as above.
-        as_srun: whether to set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on.
+        as_srun: whether to set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on. Has no variable.
         has_agent: false in a process that no agent started. Then all other fields but `run_id` are empty: 0, "" or
-            none.
+            none. Has no variable.
         gpu: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": the worker sees
             all GPUs of its agent.
         signals: the names of the signals that make the agent leave the run, with commas.
@@ -309,6 +309,7 @@ class WorkerEnv:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> WorkerEnv:
         """Read the variables of `to_env` in `env`. Raises ValueError that names a missing or malformed variable."""
+        # No agent of elasticrt has started this process: it runs under torchrun, or alone.
         if "ELASTICRT_GENERATION" not in env:
             nothing = {each.name: _NOTHING[str(each.type)] for each in fields(cls) if each.default is MISSING}
             return cls(**{**nothing, "run_id": env.get("TORCHELASTIC_RUN_ID", ""), "has_agent": False})

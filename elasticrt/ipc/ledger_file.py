@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# To be raised when the lines change: a reader refuses any other format.
 FORMAT = 2
 SUFFIX = ".ledger"
 
@@ -137,6 +138,7 @@ def read(name: str, content: bytes) -> LedgerFile | None:
             if ledger is None:
                 ledger = LedgerFile(name, Opening.from_fields(fields))
             elif "ids" in fields:
+                # An array takes 8 bytes for each index, a list of Python integers several times that.
                 entry = LedgerEntry(int(fields["step"]), int(fields["epoch"]), array("q", fields["ids"]))
                 ledger.entries[entry.step] = entry
             elif "closed" in fields:

@@ -36,6 +36,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
     """All values of the page at `now`."""
     until, chapter = story.present(now), story.chapter
     spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
+    # Of the points only each `step`-th is sent.
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
     saved_at = story.checkpoint_at if story.result is None else None
     age_s = now - saved_at if saved_at is not None else None

@@ -239,8 +239,8 @@ class Story:
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
         # The highest step so far, and the latest one. The latest is lower while steps are done again.
         self.step = self.newest = 0
-        self.first_step_at: float | None = None
-        self.last_step_at = 0.0
+        self.first_step_at: float | None = None  # When the run's first step was made, by its report.
+        self.last_step_at = 0.0  # When the latest step was made, by its report.
         # The epoch and the scalars (`loop.report`) of the latest step.
         self.epoch = 0
         self.scalars: Mapping[str, float] = {}
@@ -255,9 +255,9 @@ class Story:
         # By rank: the seconds of the rank's own work in a step, each with the time of its report.
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []  # The failures, in the order of time.
-        # The newest findings about slow nodes. Then the newest checkpoints that could not be saved, each with the first
-        # that was saved after them. Each with its time.
+        # The newest findings about slow nodes, each with its time.
         self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
+        # The newest checkpoints that could not be saved, and the first one that was saved after such, with their times.
         self.missed: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDS_KEPT)
         # The times in which a node's events could not be written, unless all were written later.
         self.gaps: list[Gap] = []
@@ -328,7 +328,7 @@ class Story:
     def counts(self) -> bool:
         """Whether `step` counts over the whole run, as far as is known. It does for a script with a Loop.
 
-        A script that has succeeded and reported no step had no Loop, or it has saved.
+        That is assumed until a script succeeds without a step or a checkpoint, or makes steps without numbers.
         """
         if self.first_step_at is not None or self.checkpoints:
             return True
@@ -457,7 +457,7 @@ class Story:
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
-        # The file's first lines are damaged.
+        # Without a start before it: the file's first lines are damaged.
         elif node not in self._present:
             self._begin_life(node, 0, record.at, at)
         life = self._present[node]

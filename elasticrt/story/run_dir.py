@@ -134,6 +134,7 @@ class _Telling:
         behind = self.story.clocks.disagree()
         if behind is not None:
             self.story = Story(Clocks(behind))
+            # Only the events that were told before. Newer ones come with the next `news`.
             yield from self._merged(lambda path: islice(lines(path, {}, whole=True), self._counts[path]))
             self._end()
 

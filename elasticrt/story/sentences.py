@@ -142,6 +142,8 @@ def state(story: Story, now: float | None = None) -> str:
         return f"no agent of this directory is left ({ends(story.lives)}); what {listed(others)} did is not told here"
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
+    # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
+    # order, and only its last checkpoint failed.
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
     last_ones = [newest[life.node] for life in story.seats(story.chapter)] if story.chapter is not None else []
