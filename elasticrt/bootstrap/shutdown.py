@@ -238,8 +238,8 @@ _EXIT_CANNOT_FLUSH = 120
 
 def _open_files() -> list[io.IOBase]:
     # Objects from before the fork are frozen and not listed, so there are few. The type is compared by its MRO and not
-    # by `isinstance`, which asks an object for its `__class__`: some objects raise then.
-    # The C class at the root of all files.
+    # by `isinstance`, which asks an object for its `__class__`: some objects raise then. `base` is the C class at the
+    # root of all files.
     base = io.IOBase.__mro__[1]
     return [each for each in gc.get_objects() if base in type(each).__mro__ and _is_writable(each)]
 

@@ -163,8 +163,8 @@ def _check_script(path: Path) -> None:
 
 def _new_run_id() -> str:
     adjectives, animals = _ADJECTIVES.split(), _ANIMALS.split()
-    # The suffix is for safety: an agent that draws the name of another run would join that run. No characters that look
-    # alike.
+    # The suffix is for safety: an agent that draws the name of another run would join that run. It has no characters
+    # that look alike.
     rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
     return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
 

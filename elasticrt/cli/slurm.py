@@ -110,7 +110,8 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
     first = slurm.step_nodes > 1 and bool(slurm.first)
     if first and options.insecure_etcd:
         there = meeting_place(f"{slurm.first}:{_PORTS[slurm.job % len(_PORTS)]}")
-        # The other agents know the address only by name. Whether it is theirs is decided by the address.
+        # On the step's first node this agent serves the etcd, whatever the name resolves to there. On the other nodes
+        # the address decides.
         return replace(options, meet_at=there, serves=True if slurm.node == slurm.first else None)
     raise ConfigError(
         "nodes of a SLURM job that have no etcd to meet in",

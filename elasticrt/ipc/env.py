@@ -222,7 +222,8 @@ class WorkerEnv:
         cause: why the generation was made, in the leader's words.
         last_step: the newest step of this node's workers before the generation; 0: none, or not known.
         last_step_at_ns: when `last_step` was done (CLOCK_MONOTONIC); 0 as above.
-        as_srun: whether to set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on. Has no variable.
+        as_srun: whether to set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on. Has no
+            variable.
         has_agent: false in a process that no agent started. Then all other fields but `run_id` are empty: 0, "" or
             none. Has no variable.
         gpu: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": the worker sees

@@ -72,7 +72,6 @@ def _group(entry: dict[str, Any]) -> str:
 
 
 def _row(name: str, newest: list[dict[str, Any]]) -> list[str | int]:
-    # An entry that was retired, or is completed, is over. Neither alone tells it for all of torch's backends.
     waits = [each for each in newest if not each["retired"] and each["state"] != "completed"]
     shown = waits[-1] if waits else newest[0]
     sizes = " and ".join(str(size) for size in shown["input_sizes"])

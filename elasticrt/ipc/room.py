@@ -10,7 +10,7 @@ from typing import Any
 
 # FALLOC_FL_KEEP_SIZE: the file's size stays as it is, so readers see nothing of the reserved room.
 KEEP_SIZE = 1
-# The disk, the user's quota or the largest size of a file is reached.
+# The disk is full, or a quota or the largest size of a file is reached.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

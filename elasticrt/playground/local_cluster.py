@@ -229,7 +229,8 @@ class _Player:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 # Agents and workers share the machine's cores here, so each uses one thread; torchrun sets this for the
-                # same reason. No GPU is visible, because all nodes would take the same one, which NCCL refuses.
+                # same reason. By default no GPU is visible, because all nodes would take the same one, which NCCL
+                # refuses.
                 env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **os.environ},
                 pass_fds=(events_write,),
                 start_new_session=True,
