@@ -12,7 +12,9 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from elasticrt.checkpoint import memory_tier
@@ -30,6 +32,9 @@ from elasticrt.ipc.std_streams import say
 from elasticrt.text import unpacked
 
 _log = logging.getLogger(__name__)
+
+EVENTS_TAIL_BYTES = 1 << 20
+"""How much of each event file is searched for the newest commit."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,24 @@ class State:
 
     def __contains__(self, name: object) -> bool:
         return name in self.data
+
+
+def newest_saved(run_dir: Path) -> int:
+    """The newest step that an agent's events in a run's directory say was committed; 0 for none.
+
+    The agents' etcd may have ended since. Only the end of each file is read: commits come often.
+    """
+    steps = [0]
+    for path in run_dir.glob("events-*.jsonl"):
+        if not path.is_file():  # Opening a FIFO would wait for a writer.
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - EVENTS_TAIL_BYTES))
+            for line in file:
+                with suppress(ValueError, KeyError):  # The first line may be cut.
+                    event = json.loads(line)
+                    steps += [event["step"]] if event["event"] == "committed" else []
+    return max(steps)
 
 
 class Restoring:
@@ -169,6 +192,7 @@ class Restoring:
                 raise self._unusable_for_all(collectives.broadcast_bytes(text.encode()).decode()) from None
             if source is None:
                 self._warn(distinct_troubles(offers))
+                self._warn_of_lost_checkpoints()
                 return None
             offer = offers[source]
             self.found = commit = offer.commit
@@ -304,6 +328,16 @@ class Restoring:
     def _warn(self, troubles: list[str]) -> None:
         for trouble in troubles if self._rank == 0 else []:
             _log.warning("skipped in %s: %s", self._shown, trouble)
+
+    def _warn_of_lost_checkpoints(self) -> None:
+        """Warn if this run has saved before, and neither etcd nor the directory knows of that."""
+        worker = self._worker
+        # With a commit in etcd, or of an earlier Loop of this process, an empty directory is a new one of the script's.
+        if self._rank == 0 and worker.run_dir and worker.resume is None and not self._head.run.heads:
+            saved = newest_saved(Path(worker.run_dir))
+            if saved:
+                what = "no checkpoint in %s, and this run has saved step %d (events in %s): training begins at step 0"
+                _log.warning(what, self._shown, saved, worker.run_dir)
 
     def _report(self, commit: Commit, run: str, where: str) -> None:
         resume = self._resume

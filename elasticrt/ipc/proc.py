@@ -12,6 +12,7 @@ import ctypes
 import errno
 import ipaddress
 import os
+import re
 import secrets
 import signal
 import socket
@@ -93,6 +94,17 @@ def stat(pid: int | str) -> Stat | None:
     # `fields` begins with field 3 of proc(5): these are 9 (flags) and 52 (exit_code).
     leaving = int(fields[49]) if int(fields[6]) & PF_EXITING else 0
     return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]), leaving)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether process `pid` is exiting, has ended, or has a SIGKILL pending: no other signal matters."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+        pending = re.findall(r"^S(?:ig|hd)Pnd:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    exiting = int(data[data.rindex(b")") + 2 :].split()[6]) & PF_EXITING
+    return bool(exiting) or any(int(each, 16) >> (signal.SIGKILL - 1) & 1 for each in pending)
 
 
 def state_of(pid: int) -> str:

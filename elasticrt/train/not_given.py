@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Everybody calls it DDP.
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 _SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+_MARK = "elasticrt's mark"
 
 
 def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
     """A DDP module, an optimizer or a scheduler that is not among the `given` objects, in words; "": there is none.
 
-    `layers`: the DDP modules among them. What is inside of a given object, as a scheduler in a SequentialLR, is known.
+    `layers`: the DDP modules among them. What a given object has as an attribute, and saves, is known: a scheduler in a
+    SequentialLR, for example.
     """
     known, alive = [id(each) for each in layers], _alive()
     if any(issubclass(type(each), DDP) and id(each) not in known for each in alive):
@@ -43,7 +47,7 @@ def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
         each = to_see.pop()
         if id(each) not in known:
             known.add(id(each))
-            to_see += _parts(each)
+            to_see += [part for part in _parts(each) if id(part) not in known and _saves(each, part)]
     for each in alive:
         if issubclass(type(each), torch.optim.Optimizer) and id(each) not in known:
             groups = vars(each).get("param_groups", ())
@@ -57,7 +61,57 @@ def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
 
 def _parts(holder: object) -> list[object]:
     """The schedulers in a given scheduler, and both kinds in any other object, such as one around an optimizer."""
-    kinds = _SCHEDULERS if isinstance(holder, _SCHEDULERS) else (torch.optim.Optimizer, *_SCHEDULERS)
+    if isinstance(holder, _SCHEDULERS):
+        return _attributes(holder, _SCHEDULERS)
+    return _attributes(holder, (torch.optim.Optimizer, *_SCHEDULERS))
+
+
+def optimizers_in(holder: object) -> list[Any]:
+    """The optimizers that are attributes of `holder`."""
+    return _attributes(holder, (torch.optim.Optimizer,))
+
+
+def _attributes(holder: object, kinds: tuple[type, ...]) -> list[object]:
     values = getattr(holder, "__dict__", {}).values()
     parts = (part for each in values for part in (each if isinstance(each, (list, tuple)) else [each]))
     return [part for part in parts if issubclass(type(part), kinds)]
+
+
+def _saves(holder: Any, part: Any) -> bool:
+    """Whether the `state_dict` of `holder` has the state of its attribute `part`.
+
+    An optimizer around another one often saves its own state only (SAM), and that of the inner one is empty before the
+    first step. So a mark is put into the part's state for a moment, and looked for in what `holder` saves.
+    """
+    with _marked(part):
+        try:
+            return _holds_mark(holder.state_dict())
+        except Exception:  # noqa: BLE001  It is the script's own code, and was not made for an unknown entry.
+            return False
+
+
+@contextmanager
+def _marked(part: Any) -> Iterator[None]:
+    if isinstance(part, _SCHEDULERS):
+        vars(part)[_MARK] = True
+        try:
+            yield
+        finally:
+            del vars(part)[_MARK]
+        return
+    parameter = next((each for group in part.param_groups for each in group["params"]), None)
+    before = part.state.get(parameter)
+    part.state[parameter] = {**(before or {}), _MARK: torch.zeros(())}
+    try:
+        yield
+    finally:
+        if before is None:
+            del part.state[parameter]
+        else:
+            part.state[parameter] = before
+
+
+def _holds_mark(state: object) -> bool:
+    if isinstance(state, dict):
+        return _MARK in state or any(map(_holds_mark, state.values()))
+    return isinstance(state, (list, tuple)) and any(map(_holds_mark, state))

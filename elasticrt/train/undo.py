@@ -13,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
+from elasticrt.errors import ConfigError
 from elasticrt.train.module_notes import ModuleNotes
+from elasticrt.train.not_given import optimizers_in
 from elasticrt.train.training_state import TrainingState
 
 # Objects that only an optimizer's step changes, and what belongs to it.
@@ -93,8 +95,9 @@ class Undo:
     def watch(self, before: Callable[..., None]) -> None:
         """Watch the optimizers. `before` is called before one steps; an exception of it prevents the step."""
         # Only the hooks hold `before`, so that a Loop that is over is freed at once, with its loader's workers.
-        self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
-        self._handles += [each.register_step_post_hook(self._has_stepped) for each in self._optimizers]
+        watched = [inner for each in self._optimizers for inner in _with_hooks(each)]
+        self._handles = [each.register_step_pre_hook(before) for each in watched]
+        self._handles += [each.register_step_post_hook(self._has_stepped) for each in watched]
 
     @property
     def has_communicated(self) -> bool:
@@ -269,6 +272,18 @@ class Undo:
         stateful.put_back(objects, states, "the beginning of the step")
         for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
             group.update(values)  # The script may have added a group since, which has none.
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """`optimizer`, or those that it is around if it cannot have hooks. Raises ConfigError if there are none."""
+    if "_optimizer_step_pre_hooks" in vars(optimizer):
+        return [optimizer]
+    inner = [each for part in optimizers_in(optimizer) for each in _with_hooks(part)]
+    if not inner:
+        what, got = "an optimizer that torch has not set up", type(optimizer).__name__
+        remedy = "Call super().__init__(params, defaults) in its __init__"
+        raise ConfigError(what, "Loop", got=got, expected="one with hooks around its steps", remedy=remedy)
+    return inner
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})

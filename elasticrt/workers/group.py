@@ -18,6 +18,7 @@ from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.messages import Look, Release, Reseat, Signal, Start
+from elasticrt.ipc.proc import is_dying
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
 from elasticrt.run_options import RunOptions
@@ -234,7 +235,9 @@ class WorkerGroup:
         for worker in self._of(generation):
             local_rank = worker.env.local_rank
             if not worker.gone and (not local_ranks or local_rank in local_ranks):
-                worker.stopping |= stops
+                # A worker that somebody else has killed may take longer to die than its peers take to report their
+                # lost connections. Its end is the cause, and no work of this signal.
+                worker.stopping |= stops and not (worker.pid and is_dying(worker.pid))
                 by_start.setdefault(worker.start, []).append(local_rank)
         for start, ranks in by_start.items():
             # If the channel is closed, the workers have ended with their parent, and need no signal.

@@ -154,6 +154,19 @@ def test_a_worker_that_dies_while_seats_are_given_out_is_not_the_last(warm, tmp_
     assert warm.wait(GroupEnded).generation == before + 1
 
 
+def test_a_worker_that_is_dying_when_the_group_is_ended(warm, tmp_path):
+    """W02: somebody has killed it, and its end is told so, though the agent has sent it a signal as well."""
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    warm.start(Command((str(script),)), tmp_path, 2)
+    pids = warm.pids(2)
+    os.kill(pids[1], signal.SIGKILL)
+    warm.group.kill(warm.generation)
+    ended = warm.finish(2).ended
+    assert ended[0].failure is None
+    assert ended[1].failure is not None and ended[1].failure.summary.endswith("killed by SIGKILL")
+
+
 def test_connections_outlive_a_short_script_of_rank_0(warm, tmp_path):
     """Peers that are still connecting get a second; then those that wait for rank 0 find it gone."""
     body = """

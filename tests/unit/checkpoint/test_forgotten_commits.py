@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from pathlib import Path
+
 import pytest
 
+from elasticrt.checkpoint.checkpointer import Checkpointer
 from elasticrt.checkpoint.manifest import History, Manifest
 from elasticrt.ipc.env import Commit
+from tests.fake_worker import Agent, under
 
 
 def _history(*chains: str, marked: str) -> History:
@@ -65,3 +72,26 @@ def test_ancestors(chains: list[str], marked: str, ancestors: str) -> None:
     """S8: newest first, what the run committed before its head, also behind a manifest that cannot be read."""
     found = _history(*chains, marked=marked).ancestors(_commit("e", "d"), "run")
     assert "".join(manifest.commit.file[0] for manifest in found) == ancestors
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_neither_etcd_nor_the_directory_knows_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, has_saved: bool
+) -> None:
+    """S8: the run's events do: a start at step 0 warns, as the directory may be one that is not mounted."""
+    events = [{"event": "committed", "step": step} for step in (100, 300)] if has_saved else []
+    lines = ["{cut", *map(json.dumps, [*events, {"event": "step", "step": 310}])]
+    (tmp_path / "events-a.jsonl").write_text("\n".join(lines) + "\n")
+    os.mkfifo(tmp_path / "events-b.jsonl")
+    with under(Agent(), monkeypatch, run_dir=str(tmp_path)), caplog.at_level(logging.WARNING):
+        assert Checkpointer(tmp_path / "ckpt").restore() is None
+        found = [each.getMessage() for each in caplog.records]
+        assert len(found) == has_saved
+        assert all("this run has saved step 300" in each and "training begins at step 0" in each for each in found)
+        saver = Checkpointer(tmp_path / "ckpt")
+        saver.restore()
+        saver.save({"weight": 1}, step=5)
+        saver.wait()
+        caplog.clear()
+        assert Checkpointer(tmp_path / "another").restore() is None
+        assert not caplog.records, "another directory of the same script, which has saved"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from elasticrt.ipc.proc import end_in, ends_of, machine, start_of, stat
+from elasticrt.ipc.proc import end_in, ends_of, is_dying, machine, start_of, stat
 
 NAMED = "open('/proc/self/comm', 'w').write('a) Z 1 (b'); print(flush=True); input()"
 
@@ -23,12 +23,15 @@ def test_a_process_until_it_is_gone() -> None:
         assert found is not None
         assert (found.ended, found.parent, found.ticks >= 0) == (False, os.getpid(), True)
         assert start_of(process.pid) == found.start >= start_of(os.getpid()) > 0
+        assert not is_dying(process.pid)
         process.kill()
+        assert is_dying(process.pid), "at once"
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         found = stat(process.pid)
         assert found is not None
         assert (found.ended, start_of(process.pid)) == (True, 0)
         process.wait()
+        assert is_dying(process.pid)
         assert (stat(process.pid), start_of(process.pid)) == (None, 0)
 
 
