@@ -183,7 +183,8 @@ class Loop:
                 cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
                 if not cut_short:
                     self._state.ledger.closed(position)
-                self._state.position, self._state.passed = position.closed(cut_short=cut_short), Passed()
+                    self._state.passed = Passed()
+                self._state.position = position.closed(cut_short=cut_short)
                 self._undo.outside = None
                 self._boundary()
             self._end_together()

@@ -39,18 +39,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-# The node and local rank of a worker that kills itself, from which step, at which point, and how many seconds after it.
+# The node and local rank of a worker, from which step, at which point, how many seconds after it, and what it does:
+# kill or freeze itself, or kill its agent, or have it drain.
 FAULTS = json.loads(pathlib.Path("faults.json").read_text())
 ME = [os.environ.get("ELASTICRT_NODE", ""), int(os.environ.get("LOCAL_RANK", 0))]
 
+def agent():  # The worker's parent is its agent's child.
+    return int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+
 def at(point):
-    for number, (node, local_rank, step, where, after) in enumerate(FAULTS):
+    for number, (node, local_rank, step, where, after, kind) in enumerate(FAULTS):
         if where == point and [node, local_rank] == ME and loop.steps_done >= step:
             try:
                 pathlib.Path(f"fault-{number}").touch(exist_ok=False)
             except FileExistsError:
                 continue
-            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            signals = {"freeze": signal.SIGSTOP, "drain": signal.SIGTERM}
+            pid = os.getpid() if kind in ("kill", "freeze") else agent()
+            threading.Timer(after, os.kill, (pid, signals.get(kind, signal.SIGKILL))).start()
 
 ctx = elasticrt.init()
 torch.manual_seed(3)
@@ -96,6 +102,8 @@ class Drawn:
     nodes: dict[str, int]  # Workers of each node.
     options: tuple[str, ...]
     faults: list[list[Any]]
+    late: str  # The node that is started after the others have made `late_from` steps; "" for none.
+    late_from: int
 
 
 def draw(seed: int) -> Drawn:
@@ -111,11 +119,21 @@ def draw(seed: int) -> Drawn:
     script = _script(dice, waits=topology == "fixed")
     points = [each for each in POINTS if f'at("{each}")' in script]
     workers = [(node, rank) for node, count in nodes.items() for rank in range(count)]
-    faults = []
+    faults, doomed = [], set()
     for _ in range(dice.choice((1, 1, 2, 3))):
         after = dice.choice((0.0, 0.0, dice.uniform(0, 0.004), dice.uniform(0, 0.03)))
-        faults.append([*dice.choice(workers), dice.randrange(2, STEPS - 8), dice.choice(points), after])
-    return Drawn(script, topology, nodes, options, faults)
+        worker, kind = dice.choice(workers), dice.choice(("kill", "kill", "kill", "freeze", "lose", "drain"))
+        if kind in ("lose", "drain"):
+            # One node at least stays; where all are needed, an agent is not started again.
+            if topology in ("one node", "fixed") or len(doomed | {worker[0]}) == len(nodes):
+                kind = "kill"
+            else:
+                doomed.add(worker[0])
+        faults.append([*worker, dice.randrange(2, STEPS - 8), dice.choice(points), after, kind])
+    late = dice.choice((*nodes, "", "", "")) if len(nodes) > 1 and topology != "fixed" else ""
+    if late:  # It comes when the others have made some steps, which they make without waiting for it.
+        options = tuple(each for each in options if each not in TOGETHER)
+    return Drawn(script, topology, nodes, options, faults, late, dice.randrange(3, STEPS // 2))
 
 
 class _Code:
@@ -136,6 +154,8 @@ def _script(dice: random.Random, *, waits: bool) -> str:
     rate = dice.choice(("step", "step by epochs", "cosine", "one cycle", "plateau", "none"))
     # With a seed each rank draws numbers of its own, and how many micro-batches it has depends on the world size.
     has["noise"] = has["noise"] and way != "micro" and not has["seed"]
+    has["over blocks"] = has["over blocks"] and way != "micro"
+    has["average"] = has["average"] and not has["over blocks"]
     code = _Code()
     code.add(0, f"COUNTS = {int(way != 'micro')}" + HEAD)
     code.add(0, f"model = DDP(Net(), find_unused_parameters={has['freezes']})")
@@ -208,6 +228,13 @@ def _train(has: dict[str, bool], rate: str, way: str) -> str:
         code.add(2, 'loop.vars["inside"] += 1')
     if has["sums"] and way != "micro":
         code.add(2, "total = torch.tensor([float(len(x))])\ndist.all_reduce(total)")
+    if has["over blocks"]:
+        code.add(2, "(loss := (model(x) - y).square().mean() * (1 + noise())).backward()")
+        code.add(2, 'at("backward")\nif loop.steps_done % 2:')
+        code.add(3, 'optimizer.step()\noptimizer.zero_grad()\nat("stepped")')
+        if rate in _EACH_STEP and has["inside"]:
+            code.add(3, "scheduler.step()")
+        return "\n".join(code.lines)
     if has["accumulates"] and way == "steps":
         code.add(2, "with model.no_sync():\n    ((model(x) - y).square().mean() / 2).backward()")
     code.add(2, 'loss = (model(x) - y).square().mean() * (1 + noise())\nloss.backward()\nat("backward")')
@@ -262,7 +289,7 @@ def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, d
 _CHANCES = {
     "average": 0.4, "seed": 0.2, "noise": 0.5, "freezes": 0.3, "counts": 0.6, "sums": 0.3, "accumulates": 0.3,
     "clips": 0.4, "inside": 0.5, "sums late": 0.2, "reports": 0.3, "evaluates first": 0.4, "keeps best": 0.5,
-    "evaluates twice": 0.4, "evaluates behind": 0.5, "evaluates epochs": 0.5, "stops": 0.2,
+    "evaluates twice": 0.4, "over blocks": 0.15, "evaluates behind": 0.5, "evaluates epochs": 0.5, "stops": 0.2,
 }  # fmt: skip
 
 _OPTIMIZERS = (
@@ -321,6 +348,10 @@ def undisturbed(drawn: Drawn, directory: Path) -> list[Any]:
     return end
 
 
+def _has_ended(cluster: Cluster) -> bool:
+    return all(agent.process.poll() is not None for agent in cluster.agents.values())
+
+
 def _write(drawn: Drawn, directory: Path, faults: list[list[Any]]) -> None:
     directory.mkdir(parents=True)
     (directory / "train.py").write_text(drawn.script)
@@ -338,11 +369,18 @@ def check(seed: int, directory: Path) -> str:
     _write(drawn, directory / "run", drawn.faults)
     with Cluster(directory / "run", f"drawn-{seed}-{os.getpid()}", list(drawn.options), ["train.py"]) as cluster:
         for node in drawn.nodes:
-            cluster.start(node, "--node-rank", str("abc".index(node)))
+            if node != drawn.late:
+                cluster.start(node, "--node-rank", str("abc".index(node)))
+        if drawn.late:
+            cluster.wait("a few steps", lambda: cluster.last_step() >= drawn.late_from or _has_ended(cluster))
+            cluster.start(drawn.late, "--node-rank", str("abc".index(drawn.late)))
         codes = cluster.ended(END_S_MAX)
         story = cluster.story()
-    assert set(codes.values()) == {0}, f"codes {codes}\n{story}"
+    lost = {node for number, (node, *_, kind) in enumerate(drawn.faults) if kind in ("lose", "drain")}
+    # A node that comes when all is over may find the run succeeded, or be told so.
+    assert {code for node, code in codes.items() if node not in lost | {drawn.late}} == {0}, f"codes {codes}\n{story}"
     found = _ends(directory / "run")
+    assert found, f"nobody has come to the end\n{story}"
     happened = len(list((directory / "run").glob("fault-*")))
     for end, own in found:
         assert end == found[0][0], f"ranks differ: {_difference(end, found[0][0])}\n{story}"
