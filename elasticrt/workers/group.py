@@ -237,7 +237,8 @@ class WorkerGroup:
             if not worker.gone and (not local_ranks or local_rank in local_ranks):
                 # A worker that somebody else has killed may take longer to die than its peers take to report their
                 # lost connections. Its end is the cause, and no work of this signal.
-                worker.stopping |= stops and not (worker.pid and is_dying(worker.pid))
+                worker.was_dying |= stops and not worker.stopping and worker.pid > 0 and is_dying(worker.pid)
+                worker.stopping |= stops
                 by_start.setdefault(worker.start, []).append(local_rank)
         for start, ranks in by_start.items():
             # If the channel is closed, the workers have ended with their parent, and need no signal.

@@ -135,6 +135,7 @@ class WorkerState:
         ended: whether its `WorkerEnded` was sent.
         gone: whether its process has ended.
         stopping: whether the agent has sent it a signal to end.
+        was_dying: whether it was dying already when the agent sent the first one.
         read_at: when its output was last read, in seconds of the monotonic clock.
         sending: held while a message is sent to the worker, and while its channel is closed.
     """
@@ -150,6 +151,7 @@ class WorkerState:
     ended: bool = False
     gone: bool = False
     stopping: bool = False
+    was_dying: bool = False
     read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -387,7 +389,8 @@ class WorkerIO:
             # A worker that the agent stops counts as failed only if an exception has ended it, and not the agent's
             # signal.
             by_us = code in (-signal.SIGTERM, -signal.SIGKILL) or not raised(left).exception
-            if not (worker.stopping and by_us):
+            by_another = code == -signal.SIGKILL and worker.was_dying
+            if by_another or not (worker.stopping and by_us):
                 failure = failure_of(env, left)
         self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, failure))
 
