@@ -7,12 +7,13 @@ same on all ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ import torch
 from elasticrt.checkpoint.memory_tier import BUDGET
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
-from elasticrt.distributed import agent_client, handover, regroup
+from elasticrt.distributed import agent_client, collectives, handover, regroup
 from elasticrt.distributed.signal_guard import SignalGuard
 from elasticrt.errors import ConfigError, Handover, explain, path_of
 from elasticrt.ipc.status_page import FIRST_BATCH
@@ -36,6 +37,8 @@ from elasticrt.train.weighting import Weighting
 from elasticrt.train.world import Change, World, plain_result
 
 Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 _running: list[Loop] = []
 """The loops that are inside `epochs`, the outermost first. Each has its own checkpoint directory."""
@@ -97,6 +100,7 @@ class Loop:
         self._guard = SignalGuard()
         self._is_only = False  # Whether no other Loop was entered before.
         self._loader: object = None  # That of the newest `batches`.
+        self._head_collectives = 0  # Begun before the head of the epoch's body, and in its evaluations.
 
     @property
     def vars(self) -> dict[str, Any]:
@@ -201,8 +205,14 @@ class Loop:
             passed.results.clear()
         elif self._tracker.at_head:
             self._undo.note_between(whole=False)
+        self._head_collectives = collectives.sequence_number()
 
     def _pass_head(self) -> None:
+        """The body comes to its batches."""
+        head_collectives = collectives.sequence_number() - self._head_collectives
+        # A newcomer would wait in one for ranks that are in their steps.
+        if head_collectives and self._tracker.at_head and self._world.in_place.worker.has_agent:
+            _warn_of_head()
         if self._tracker.pass_head():
             self._undo.forget_between(again=bool(self._world.evaluations.awaited))
         self._state.passed.head = True
@@ -584,8 +594,10 @@ class Loop:
         if known is not None:
             return known[0]
         self._pass_block()
+        before = collectives.sequence_number()
         result = self._evaluated(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
         if at_head:
+            self._head_collectives += collectives.sequence_number() - before
             self._state.passed.results.append(plain_result(result))
         return result
 
@@ -715,6 +727,14 @@ class Loop:
             step=self.steps_done + 1,
         )
         self._undo.optimizer_begins()
+
+
+@cache
+def _warn_of_head() -> None:
+    """Once in a process."""
+    if collectives.rank_and_world()[0] == 0:
+        what = "a collective before loop.batches in the body of loop.epochs: a newcomer would wait there for ever. %s"
+        _log.warning(what, "Put it into loop.evaluate(...) or loop.on_change(...)")
 
 
 class _Step:

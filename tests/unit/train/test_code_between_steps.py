@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.errors import ConfigError, ReadAheadError
-from elasticrt.train.loop import Loop
+from elasticrt.train.loop import Loop, _warn_of_head
 from elasticrt.train.step_tracker import StepTracker
+from tests.fake_worker import Agent, under
 
 DATA = TensorDataset(torch.arange(12.0).view(12, 1))
 
@@ -161,3 +164,25 @@ def test_batches_that_were_passed_before_the_first_step() -> None:
                 tracker.enter(in_step=False, is_paused=False, takes_over=False)
     with pytest.raises(ReadAheadError, match="inside of a step"):
         tracker.pass_batch(in_step=True, stepped=False)
+
+
+@pytest.mark.parametrize("where", ["in an evaluation", "at the head", "without an agent"])
+def test_a_collective_at_an_epochs_head_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """L5: a newcomer would wait in it for the others, which are in their steps; once, and not of `evaluate`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _warn_of_head.cache_clear()
+    try:
+        with nullcontext() if where == "without an agent" else under(Agent(), monkeypatch):
+            run = Run(tmp_path)
+            for _ in run.loop.epochs(2):
+                run.loop.evaluate(dist.barrier)
+                if where != "in an evaluation":
+                    dist.barrier()
+                for _ in run.loop.batches(DataLoader(DATA, batch_sampler=run.sampler)):
+                    dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    warned = [each.getMessage() for each in caplog.records if "a collective before loop.batches" in each.getMessage()]
+    assert len(warned) == (where == "at the head")
