@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from elasticrt.checkpoint.memory_tier import BUDGET
 from tests.bench.raw import this_run
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
@@ -103,7 +104,7 @@ def disk(models: Sequence[str], paces: Sequence[int]) -> list[str]:
 
 def memory(models: Sequence[str], paces: Sequence[int]) -> list[str]:
     """The table of the memory tier."""
-    lines = ["  memory tier at its default budget of 1 %    stall ms    every s   overhead %"]
+    lines = [f"  memory tier at its default budget of {BUDGET:.1%}  stall ms    every s   overhead %"]
     for model in models:
         for pace in paces:
             with Place() as place:
