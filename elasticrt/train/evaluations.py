@@ -1,12 +1,19 @@
-"""Evaluations that are made again when they lose a rank, by all ranks together.
+"""Decides which evaluations all ranks make again after one has lost a rank.
 
-Ranks of a script evaluate alike, so the n-th evaluation since a step is the same on all of them. When they meet in
-another world each says how many it has begun, and which one it is in. From the first that somebody is in all make them
-again, also those that had ended it: its collectives need every rank. A rank that has not come to it goes on with the
-script, which calls it there, too: that was in the step before, and has taken it over.
+All ranks of a script make the same evaluations, so the n-th evaluation since the last step is the same on each of them.
+When an evaluation loses a rank, the ranks meet in the next world, and each says how many evaluations it has begun and
+which one it is in. Let evaluation k be the first that any rank is in. All ranks make the evaluations from k on again:
 
-A newcomer enters the script at the boundary after the step, and comes to what is evaluated behind that (at the top of
-the body of `steps`, after the batches of an epoch). So all make those evaluations with it, from the first one.
+- A rank that is in evaluation k calls its function again.
+- A rank that has ended evaluation k makes it once more, because its collectives need every rank. The script of this
+  rank does not notice: the rank keeps its first result.
+- A rank that has not come to evaluation k goes on with its script, which comes to evaluation k as well. Mostly such a
+  rank was in the step before. That step was undone, and the rank has taken over the state of one that had finished it.
+
+A newcomer gets the state of a rank that lives on, but its script begins at the boundary after the last step. It comes
+to every evaluation behind that boundary: at the top of the body of `Loop.steps`, or after the batches of an epoch. So
+where a newcomer comes in, all ranks make the evaluations behind the boundary again, from the first one. An evaluation
+before the boundary, behind the block of the step, cannot be made with a newcomer, because its script never comes there.
 """
 
 from __future__ import annotations
@@ -20,37 +27,55 @@ from elasticrt.train.undo import clone
 
 
 class Evaluation(NamedTuple):
-    """One evaluation: `call` makes it, and `numbers` are the generators' states when it began for the first time."""
+    """One evaluation.
+
+    Attributes:
+        call: makes the evaluation.
+        numbers: the states of the random number generators when the evaluation began for the first time. Each further
+            try draws the same numbers.
+    """
 
     call: Callable[[], Any]
     numbers: dict[str, Any]
 
 
 _EARLIER = Evaluation(bool, {})
-"""One from before a newcomer came: it never makes that."""
+"""Stands for an evaluation that was over before this newcomer came, so that the numbers of later ones are right. A
+newcomer never makes it."""
 
 
 class Evaluations:
-    """Those that this process has begun since its last step. They are numbered from 1.
+    """The evaluations that this process has begun since its last step, numbered from 1.
 
     Attributes:
-        at: the number of the one that it makes; 0 for none.
-        inside: the number of the one that the script is in, from where it may make earlier ones again; 0 for none.
-        awaited: the number of one that others are in, to which this process has not come yet; 0 for none.
-        made_again: the numbers of those that all make since they have met; then they agree on one result of each.
-        rejoined_at: the number of one before which whoever comes to it has the others' state; 0: before the next step.
+        at: the number of the evaluation that this process is making; 0 for none.
+        inside: the number of the evaluation that the script has called and not left; 0 for none. From there the process
+            may be making an earlier one again, so `at` may be less.
+        awaited: the number of an evaluation that other ranks are in and this process has not come to yet; 0 for none.
+        made_again: the numbers of the evaluations that all ranks make in this generation because they were broken off.
+            The ranks agree on one result for each of them.
+        rejoined_at: the number of the evaluation at which a rank that comes after the others has caught up with them.
+            The script's changes on the way are in the state of the others already, and are undone there. 0: the rank
+            catches up at the block of the next step.
     """
 
     def __init__(self) -> None:
         self._begun: list[Evaluation] = []
         self.at = self.inside = self.awaited = self.rejoined_at = 0
         self.made_again = range(0)
+        # The results of the evaluations that have ended, by number.
         self._results: dict[int, Any] = {}
+        # How many of them the script has come to once more, see `repeat`.
         self._repeated = 0
-        self._passed = -1  # How many had begun at the boundary after the step; -1 before that.
+        # How many evaluations had begun at the boundary after the step; -1 until this process is there.
+        self._passed = -1
 
     def begin(self, call: Callable[[], Any]) -> int:
-        """Another one begins: its number."""
+        """Note that the script begins another evaluation. Returns its number.
+
+        Args:
+            call: makes the evaluation.
+        """
         self._begun.append(Evaluation(call, rng_state.note()))
         if len(self._begun) == self.awaited:
             self.awaited = 0
@@ -58,7 +83,7 @@ class Evaluations:
         return self.inside
 
     def enter(self, number: int) -> Callable[[], Any]:
-        """What makes evaluation `number`, which begins, with the random numbers that it began with at first."""
+        """Begin a try of evaluation `number`, with the random numbers of its first one. Returns what makes it."""
         self.at = number
         call, numbers = self._begun[number - 1]
         rng_state.restore(numbers)
@@ -66,44 +91,52 @@ class Evaluations:
 
     @property
     def next(self) -> int:
-        """The number of the one that begins next."""
+        """The number of the evaluation that begins next."""
         return len(self._begun) + 1
 
     def kept(self, number: int) -> tuple[bool, Any]:
-        """Whether evaluation `number` has its result here, and a copy of that, which the script may change."""
+        """Whether evaluation `number` has its result here, and a copy of the result, which the script may change."""
         return number in self._results, clone(self._results.get(number))
 
     def end(self, number: int, result: Any) -> None:
-        """Evaluation `number` has its result."""
+        """Keep the `result` of evaluation `number`."""
+        # A copy, because the script may change what it has got.
         self._results[number] = clone(result)
 
     def repeat_from_first(self) -> None:
-        """A step was undone: the script may come once more to what it has evaluated since the step before."""
+        """Note that a step was undone: the script may come once more to the evaluations since the step before."""
         self._repeated = 0
 
     def repeat_from_boundary(self) -> None:
-        """The same with what it has evaluated since the boundary."""
-        if self._passed < 0:  # The state is that of another rank, or was restored.
+        """Note that the script may come once more to the evaluations since the boundary, and to no earlier ones."""
+        # The boundary is not known where the state was restored, or comes from another rank.
+        if self._passed < 0:
             self.pass_boundary()
         self._repeated = self._passed
 
     def repeat(self) -> tuple[bool, Any]:
-        """Whether the next of these has its result, and that. It is not called: others may be in the step already."""
+        """Whether the next evaluation that the script comes to once more has its result here, and a copy of the result.
+
+        That evaluation must not be called: other ranks may be in the step already, and would miss its collectives.
+        """
         self._repeated += 1
         return self.kept(self._repeated)
 
     @property
     def numbers_before(self) -> dict[str, Any] | None:
-        """The generators' states before those that whoever gets the state now comes to; None: there are none."""
+        """The generators' states from before the evaluations that a newcomer, which gets the state now, will come to.
+
+        These are the evaluations behind the boundary. None if there are none.
+        """
         coming = self._begun[max(self._passed, 0) :]
         return coming[0].numbers if coming else None
 
     def pass_boundary(self) -> None:
-        """The boundary after the step is here."""
+        """Note that the script is at the boundary after the step."""
         self._passed = len(self._begun)
 
     def forget(self) -> None:
-        """Another step is done, or another rank's state was taken over."""
+        """Forget all evaluations, because another step is done, or another rank's state was taken over."""
         self._begun.clear()
         self._results.clear()
         self.at = self.inside = self.awaited = self.rejoined_at = 0
@@ -111,26 +144,41 @@ class Evaluations:
         self._passed = -1
 
     def standing(self, *, is_newcomer: bool) -> str:
-        """What this rank says of itself when it meets the others. `is_newcomer`: it has made no step with them."""
+        """What this rank says of itself when it meets the others, as JSON for `meet`.
+
+        Args:
+            is_newcomer: whether this rank has made no step with the others.
+        """
         return json.dumps([len(self._begun), self.at, self.inside, self._passed, is_newcomer])
 
     def meet(self, standings: Iterable[str], *, is_newcomer: bool) -> range:
-        """All ranks have said their `standing`. The evaluations that this one has ended, and makes again.
+        """Decide what is made again. Returns the numbers of the evaluations that this rank makes again at once.
 
-        None can be made again where there is a newcomer, and a rank is in one from before the boundary.
+        These are ended here. The one that this rank is in, if any, it makes again after them.
+
+        Where there is a newcomer, and a rank is in an evaluation from before the boundary, no evaluation can be made
+        again. All are forgotten then, so that `at` is 0 afterwards.
+
+        Args:
+            standings: what each rank has said, see `standing`. All ranks get the same, and so decide alike.
+            is_newcomer: whether this rank is a newcomer.
         """
         said = [tuple(json.loads(each)) for each in standings]
+        # The first evaluation that a rank is in, 0 for none; and how many the rank that is furthest has begun.
         first, most = min((at for _, at, *_ in said if at), default=0), max(begun for begun, *_ in said)
         if any(comes for *_, comes in said):
+            # A rank that has not come to the boundary says -1, so the largest number is right if any rank was there.
             passed = max(each for *_, each, _ in said)
             if first and (passed < 0 or first <= passed):
                 self.forget()
                 return range(0)
             passed = max(passed, 0)
+            # Even if no rank is in an evaluation: the newcomer's script comes to those that have ended.
             first = passed + 1 if most > passed else 0
             if is_newcomer:
                 self._begun, self._passed = [_EARLIER] * passed, passed
         self.made_again = range(first, most + 1) if first else range(0)
+        # If a script is in the last evaluation, a rank that follows has caught up there, else at the next step's block.
         self.rejoined_at = most if any(inside == most for _, _, inside, *_ in said) else 0
         self.awaited = first if len(self._begun) < first else 0
         return range(first, self.at or len(self._begun) + 1) if first else range(0)

@@ -1,10 +1,12 @@
-"""How a worker leaves a group that has lost a rank, and meets the others in the next generation's group.
+"""Leaves a process group that has lost a rank, and meets the other ranks in the next generation's group.
 
-A worker whose group has lost a rank gets an error in a collective, or hangs in one. In both cases its agent sends it a
-seat in the next generation. A thread frees it (`distributed.regroup`), `train.world` undoes the open step, and the
-group is made anew.
+A worker whose group has lost a rank gets an error in a collective, or hangs there. In both cases its agent sends it a
+seat in the next generation. The thread that reads the agent's messages then cuts the group's connections, so a
+collective that hangs fails too (`distributed.regroup`). The main thread undoes the open step (`train.world`), and makes
+the next group with the ranks that it meets there.
 
-An error that has another cause than a lost peer is never swallowed. If no seat comes, the process leaves its loop.
+This module also decides whether an error comes from a lost peer. An error with any other cause is never swallowed. If
+the agent has no seat for the process, the process leaves its loop.
 """
 
 from __future__ import annotations
@@ -40,24 +42,27 @@ from elasticrt.train.undo import LARGE
 _log = logging.getLogger(__name__)
 
 STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
-"""A work that still waits for a peer STUCK_S after its group was cut, and again STUCK_AGAIN_S later, waits for ever."""
+"""A work (a queued collective) that still waits for a peer STUCK_S seconds after its group was cut, and again
+STUCK_AGAIN_S seconds later, waits for ever. A work that waits only once may have begun just before the look."""
 
 CLOSED_S_MAX, CLOSED_AGAIN_S = 0.5, 0.01
-"""When gloo tells of a lost peer it has closed the connection, or does it within CLOSED_S_MAX on a busy machine."""
+"""When gloo reports a lost peer, it has closed the connection, or closes it within CLOSED_S_MAX seconds on a busy
+machine. CLOSED_AGAIN_S is the time between two looks."""
 
 
 class InPlace:
     """One Loop's way from group to group.
 
     Args:
-        objects: the Loop's; DDP modules among them get new reducers.
-        give_up: called by another thread when the main thread can't come back from the group that it has lost.
-        undoable: whether a step is open, and would be undone if it failed now.
-        renews: whether the script makes something of its own anew after each change.
+        objects: the objects given to the Loop. DDP modules among them get new reducers in each group.
+        give_up: hands the state over to the agent. Called by another thread when the main thread can't come back from
+            the group that it has lost.
+        undoable: tells whether a step is open that would be undone if it failed now.
+        renews: tells whether the script makes objects of its own anew after each change of the membership.
 
     Attributes:
-        possible: whether this process can go on in place.
-        spare: memory for the state of others, until it is used.
+        possible: whether this process can go on in place, in another generation.
+        spare: a newcomer's memory for the state of another rank, until it is used; else None.
     """
 
     def __init__(
@@ -72,23 +77,26 @@ class InPlace:
         self._give_up = give_up
         self._undoable = undoable
         self._renews = renews
-        self._hindered = False  # Whether something in the script keeps this process from going on in place.
+        # Whether something in the script keeps this process from going on in place.
+        self._hindered = False
         self._page = agent_client.status_page()
         self._agent = agent_client.agent_link()
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
-        self._thread = 0  # The thread that makes the steps.
+        # The thread that makes the steps.
+        self._thread = 0
+        # The hook that ends a step which would be thrown away; None while no seat waits.
         self._refusal: RemovableHandle | None = None
         self.possible = False
         self.spare: state_transfer.Spare | None = None
 
     @property
     def worker(self) -> WorkerEnv:
-        """Who this process is now."""
+        """The seat of this process."""
         return agent_client.worker_env()
 
     @property
     def has_seat(self) -> bool:
-        """Whether this process has another seat, and may not have noticed yet."""
+        """Whether a seat waits that this process has not taken."""
         return self.possible and self._agent.has_seat
 
     @property
@@ -97,7 +105,13 @@ class InPlace:
         return self._agent.overtaken
 
     def begin(self, loader: object, sampler: AnySampler) -> None:
-        """The first step with a block: from now on this process goes on in place, if it can."""
+        """Go on in place from now on, if the script allows it. Called when the block of a step begins.
+
+        Args:
+            loader: the loader of the batches; None if the script draws its data itself.
+            sampler: the sampler of the Loop.
+        """
+        # Only the first step comes further, as looking for obstacles searches all objects of the process.
         if not self._agent.linked or self.possible or self._hindered:
             return
         obstacle = self._obstacle(loader, sampler)
@@ -110,17 +124,19 @@ class InPlace:
         self._page.in_place = IN_PLACE
 
     def end(self) -> None:
-        """The Loop is over: what comes next cannot be done in another group."""
+        """Go on in place no longer: the Loop is over, and what the script does next can't be undone."""
         self.possible = False
         self._page.in_place = 0
 
     def _obstacle(self, loader: object, sampler: AnySampler) -> str:
+        """What keeps this process from going on in place, in words; "" if nothing does."""
         if sampler is not None and sampler.has_given_rank:
             return "the sampler was given its rank: leave rank and world size out"
         if sampler is not None and isinstance(loader, Iterator):
             return "the batches come from an iterator, which cannot begin anew: give the loader, or a class around it"
         if sampler is None:
-            # What another iterable draws from, or the script itself, is not known: so any that lives may be in use.
+            # Where another iterable, or the script itself, draws from is not known. So any DistributedSampler in the
+            # process may be in use.
             used = samplers_of(loader) if isinstance(loader, DataLoader) else gc.get_objects()
             if any(issubclass(type(each), DistributedSampler) for each in used):
                 remedy = "use a sampler of elasticrt's"
@@ -136,12 +152,16 @@ class InPlace:
         return missing or next((text for layer in self._layers if (text := regroup.obstacle(*layer, self._given))), "")
 
     def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
-        """Whether `error` only says that this generation has lost a rank. If so, it is reported to the agent.
+        """Whether `error` only says that this generation has lost a rank. If so, report the loss to the agent.
 
-        `in_step`: it has left the block of a step.
+        Args:
+            error: the error.
+            step: the last step that this process has finished.
+            in_step: whether the error has left the block of a step, or an evaluation, which would be made again.
         """
         if not self.is_of_peer(error) or (in_step and self._is_of_another_group()):
             return False
+        # If another seat has come, the agents know of the loss already.
         if not self.overtaken:
             name, text, *_ = described(error)
             self._agent.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
@@ -152,17 +172,19 @@ class InPlace:
         if not self.possible or not isinstance(error, Exception):
             return False
         name, text, callstack, _ = described(error)
-        # The group has been cut. With NCCL the script may have used what an aborted kernel left, so any error may come
-        # of that; one of another cause comes again when the step is done again.
+        # The group has been cut, so any error of a collective may come from that. With NCCL the script may also have
+        # used the worthless results of an aborted kernel, so any error at all may come from that. An error that has
+        # another cause comes again when the step is made again.
         if self.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
             return True
         return is_collateral(name, text, callstack)
 
     def _is_of_another_group(self) -> bool:
-        """Whether all connections of the default group live, so that an error that names a lost peer is not its.
+        """Whether an error that names a lost peer comes from another group than the default group.
 
-        It comes of a group that the script has made in a generation before, or of a DDP module that the Loop does not
-        know. Both fail again in every new world, until the script begins anew.
+        This is so if all connections of the default group live. The error then comes from a group that the script has
+        made in an earlier generation, or from a DDP module that the Loop does not know. Both fail again in every new
+        generation, until the script begins anew.
         """
         if self._backend != "gloo" or not regroup.SOCKETS.knows_peers(self.worker.world_size):
             return False
@@ -174,20 +196,22 @@ class InPlace:
         return False
 
     def check_caught(self) -> None:
-        """Raise if a rank is lost: the script may have caught the error of a collective, and go on without its result.
+        """Raise DistNetworkError if a rank is lost.
 
-        Before an optimizer steps, and where a step ends in which none has.
+        The script may have caught the error of a collective, and go on without its result. Called before an optimizer
+        steps, and at the end of a step in which none has stepped.
         """
         if self._backend == "gloo" and self.possible and (self.overtaken or regroup.SOCKETS.lost_a_peer()):
             raise dist.DistNetworkError("connection closed by peer, and the script has caught the error")
 
     def check_replaced(self) -> None:
-        """Raise if another generation follows, because a rank of this one is lost.
+        """Raise DistNetworkError if another generation follows because a rank of this one is lost.
 
-        A collective may have failed, and the script have caught that. A rank that is away may also have ended well.
+        Called at the end of an evaluation: a collective may have failed, and the script may have caught the error.
         """
         if self._backend != "gloo" or not self.possible:
             return
+        # A lost connection is not enough: the peer may have ended well. Only a new seat shows that it was lost.
         until = time.monotonic() + CLOSED_S_MAX
         while regroup.SOCKETS.lost_a_peer() and not self.overtaken and time.monotonic() < until:
             time.sleep(CLOSED_AGAIN_S)
@@ -195,10 +219,10 @@ class InPlace:
             raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def check_results(self) -> None:
-        """Raise if collectives of this step may have ended without their results.
+        """Raise DistBackendError if collectives of this step may have ended without their results. Only with NCCL.
 
-        An aborted kernel of NCCL ends like any other. So wait for all that this step has queued, the last bucket's sum
-        included, and only then look whether anything was aborted.
+        An aborted kernel of NCCL ends like any other. So this waits for all that the step has queued on the GPU, the
+        all-reduce of DDP's last bucket included. Only then can it tell whether a kernel was aborted.
         """
         if self._backend == "nccl" and self.possible:
             torch.cuda.current_stream().synchronize()
@@ -206,12 +230,15 @@ class InPlace:
                 raise dist.DistBackendError("NCCL communicator was aborted, as a peer is gone")
 
     def settle(self) -> None:
-        """Wait until all collectives so far have their results, which a later abort can no longer spoil."""
+        """Wait until all collectives so far have their results. A later abort can't spoil these any more."""
         if self._backend == "nccl":
             torch.cuda.synchronize()
 
     def wait_for_seat(self) -> bool:
-        """Wait for the seat in the next generation, and take it. False: there is none, and this process must leave."""
+        """Wait for the seat in the next generation, and take it.
+
+        Returns False if the agent has no seat for this process, which must leave its loop then.
+        """
         seat = self._agent.wait_for_seat()
         if seat is None:
             return False
@@ -222,13 +249,16 @@ class InPlace:
         return True
 
     def _follow(self) -> None:
-        """From now on this thread, which makes the steps, may have to leave its group."""
+        """Be ready for new seats from now on. This thread makes the steps, and has to leave its group for a seat."""
         self._thread = threading.get_ident()
         self._agent.follow(self._cut)
         self.possible = True
 
     def _cut(self) -> None:
-        """A seat has come. Called by the reading thread; the main thread may be in its group or on the way into it."""
+        """Free the main thread from its group, because a seat has come. Called by the thread that reads messages.
+
+        The main thread may be in a collective, in the middle of computing, or on the way into the group.
+        """
         regroup.cut()
         self._refusal = self._refusal or register_module_forward_pre_hook(self._refuse)
         look = threading.Timer(STUCK_S, self._end_if_stuck)
@@ -236,16 +266,21 @@ class InPlace:
         look.start()
 
     def _refuse(self, *_: object) -> None:
-        """Fail where a module is called in a step that would be thrown away. Costs nothing until a seat has come."""
+        """Fail where the script calls a module in a step that will be undone anyway, so that it ends early.
+
+        The hook is set only when a seat has come, and so costs nothing before.
+        """
+        # Other threads of the script may call modules as well, and a module may be called outside of a step.
         if self.overtaken and threading.get_ident() == self._thread and self._undoable():
             raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def _end_if_stuck(self) -> None:
-        """End a process whose collective waits for ever, because gloo has lost a message: nothing ends such a wait.
+        """End this process if its collective waits for ever, because gloo has lost a message. Nothing ends such a wait.
 
-        Gloo (torch 2.13) forgets two kinds of messages when a connection breaks: one of which a part has been read, and
-        one whose write failed with EPIPE or ECONNRESET before gloo's event loop saw the loss of the connection. The
-        agent would end the process later anyway, because it does not take its seat, and its state would be lost.
+        Gloo (torch 2.13) forgets two kinds of messages when a connection breaks: a message of which a part has been
+        read, and a message whose write failed with EPIPE or ECONNRESET before gloo's event loop saw the loss of the
+        connection. The agent would end the process later anyway, because the process does not take its seat. Then its
+        state would be lost. Here the state is left to the agent first.
         """
         for pause_s in (STUCK_AGAIN_S, 0.0):
             if not (self.overtaken and regroup.is_stuck()):
@@ -256,12 +291,16 @@ class InPlace:
         except Exception:  # noqa: BLE001  Whatever it is, this process ends now.
             _log.exception("the newest step could not be left to the agent")
         write_error_file(ConnectionError(LET_GO_NEVER))
+        # An orderly exit would wait for the main thread, which never comes back.
         os._exit(1)
 
     def set_up_beside(self, objects: Mapping[str, Any]) -> None:
-        """Get ready beside the training of others, and ask to be let in.
+        """Get ready while the other ranks train, and ask to be let in.
 
-        Everything that the others will wait for is done once here, alone, because a first time takes longest.
+        Everything for which the others will wait is done once here, alone, because the first time takes longest.
+
+        Args:
+            objects: the objects of the Loop by name, modules without their wrappers.
         """
         listening = proc.listening("127.0.0.1")
         alone = replace(
@@ -276,20 +315,28 @@ class InPlace:
         self._regroup(alone)
         regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
+        # An optimizer makes its state in its first step, so a newcomer has no tensors yet to receive that state into.
         if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
             modules = [each for each in large.values() if isinstance(each, torch.nn.Module)]
             self.spare = state_transfer.Spare(
                 [each for module in modules for each in module.parameters() if each.requires_grad]
             )
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
-        # What optimizers did until here, in this rehearsal or before the Loop, was no step of the run.
+        # The agent counts steps of optimizers. Those until here, in this rehearsal or before the Loop, are no steps of
+        # the run.
         self._page.beats = self._page.beat_at_ns = self._page.first_beat_at_ns = 0
         self._follow()
         self._page.in_place = READY
         self._agent.say(Left(0))
 
     def meet(self, step: int) -> regroup.Meeting | None:
-        """Leave the old group, and meet in the seat's generation. None: a rank did not come."""
+        """Leave the old group, and meet the other ranks in the generation of the seat that was taken.
+
+        Returns None if a rank did not come, or if a newer seat has come meanwhile: take the next seat then.
+
+        Args:
+            step: the last step that this process has finished, for the report of a lost rank.
+        """
         self._page.init_at_ns = time.monotonic_ns()
         self._page.step_at_ns = self._page.loop_at_ns = 0
         try:
@@ -307,6 +354,7 @@ class InPlace:
         return meeting
 
     def _regroup(self, worker: WorkerEnv) -> regroup.Meeting:
+        """Make the group of the generation in which `worker` is a seat."""
         regroup.leave()
         meeting = regroup.meet(worker, self._backend, context.timeout_s(), lambda: self.overtaken, context.make_group)
         regroup.rebuild(self._layers)

@@ -1,8 +1,13 @@
-"""Which step a script is in, and which calls of its Loop it may make there. Pure.
+"""Tracks which step a script is in, and which calls of its Loop it may make there. Pure.
 
-A step has one or several batches: with micro-batches, each is a slice of this rank's part of the global batch. The
-script trains each batch in a block, `with loop.step():`. A batch comes from the loader of `Loop.batches`, or the script
-draws it itself in the body of `Loop.steps`.
+A step trains one global batch. On one rank that takes one batch, or with micro-batches several: each is a slice of the
+rank's part of the global batch. The script trains each batch in a block, `with loop.step():`. It gets the batch from
+`Loop.batches`, or draws the batch itself in the body of `Loop.steps`.
+
+A step may be undone, and is then made again. And a script may run code a second time whose effects are in the state
+already: the head of an epoch's body (the code before `batches`), or the body of `Loop.steps` before its block. A worker
+does that after a restart, and a newcomer when the other ranks let it in. The tracker tells these passes apart, so that
+nothing counts twice.
 """
 
 from __future__ import annotations
@@ -16,24 +21,24 @@ Stage = Literal["new", "running", "over", "broken", "cut short"]
 
 
 class StepTracker:
-    """The state of a script between the calls of one Loop, and its changes.
+    """The place of a script in its training, as the calls of one Loop show it.
 
     Attributes:
-        stage: of the Loop. "broken": an exception has left a step that an optimizer had taken. "cut short": an iterator
-            around `batches` has ended it.
-        slice: what is trained of the global batch; None between two batches.
+        stage: the stage of the Loop. "broken": an exception has left a step in which an optimizer had stepped. "cut
+            short": an iterator around `batches`, such as `islice`, has ended the batches.
+        slice: the part of the global batch that the script trains now; None between two batches.
         completed: whether the batch before `slice` completed its global batch.
-        draws_itself: whether the script is in `steps`.
-        has_batch: whether the script has a batch of `batches`.
-        passes: how often `batches` was called.
-        untrained: batches that the script has passed before its first step; None from that step on.
+        draws_itself: whether the script uses `steps`, and draws its data itself.
+        has_batch: whether the script holds a batch of `batches`.
+        passes: how often the script has called `batches`.
+        untrained: how many batches the script has passed before its first step; None from that step on.
         uses_blocks: whether the script has entered a block.
-        repeats: whether the last step was undone, and is made again.
-        number_repeats: whether the body of `steps` runs again as far as its block.
-        at_head: whether the script is in the head of an epoch's body, before `batches`.
-        head_repeats: whether that head has run before, and what it has changed is in the state.
-        awaits_boundary: whether the step of `steps` counts, and the boundary behind it is still to come.
-        error: the exception that has left the last block, and ended its step.
+        repeats: whether the last step was undone, and the next try has not begun.
+        number_repeats: whether the body of `steps` runs once more as far as its block.
+        at_head: whether the script is in the head of an epoch's body.
+        head_repeats: whether that head has run before. Its effects are in the state then.
+        awaits_boundary: whether the step of `steps` counts already, and the boundary behind it is still to come.
+        error: the exception that has left the last block, and ended its step; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -50,98 +55,123 @@ class StepTracker:
         self.at_head = self.head_repeats = False
         self.awaits_boundary = False
         self.error: BaseException | None = None
-        self._in_head = 0  # Evaluations of the head that have given their result once more.
-        self._requested = False  # Whether `step()` has returned a block that no `with` has entered.
-        self._block_ended = False  # Whether the block of the present batch has ended without an exception.
+        # How many evaluations the script has come to once more in a head that repeats.
+        self._in_head = 0
+        # Whether `step()` has returned a block that no `with` has entered.
+        self._requested = False
+        # Whether the block of the present batch has ended without an exception.
+        self._block_ended = False
 
     @property
     def completes(self) -> bool:
-        """Whether the present batch, or between two batches the last one, completes its global batch."""
+        """Whether the present batch completes its global batch. Between two batches: whether the last one did."""
         return self.completed if self.slice is None else self.slice.last
 
     @property
     def is_finished(self) -> bool:
-        """Whether the block of a step has ended, and the step does not count yet."""
+        """Whether the last block of a step has ended, and the step does not count yet."""
         return self._block_ended and self.slice is not None and self.slice.last
 
     def check(self, where: str) -> None:
-        """Raises ConfigError when the Loop is not inside its epochs. `where`: the call of the script."""
+        """Raise ConfigError if the Loop is not inside its epochs. `where` is the name of the script's call."""
         validation.check_stage(self.stage, where)
 
     # Batches
 
     def begin(self, part: BatchSlice) -> None:
-        """The script gets a batch, which is this part of a global batch, or enters the block in which it draws one."""
+        """Note that the script gets a batch, or enters the block in which it draws one.
+
+        Args:
+            part: the part of the global batch that the batch is.
+        """
         self.slice = part
         self._block_ended = False
 
     def end(self) -> BatchSlice | None:
-        """The batch is over. Returns its slice, None between two batches."""
+        """Note that the batch is over. Returns the slice of the batch; None between two batches."""
         ended, self.slice = self.slice, None
         if ended is not None:
             self.completed = ended.last
         return ended
 
     def pass_batch(self, *, in_step: bool, stepped: bool) -> None:
-        """The script asks `batches` for another one. Raises ReadAheadError inside of a step.
+        """Note that the script asks `batches` for the next batch. Raises ReadAheadError inside of a block.
 
         Args:
             in_step: whether a block is open.
             stepped: whether an optimizer has stepped with the present batch.
         """
         validation.check_not_ahead(in_step=in_step)
+        # `list(loop.batches(loader))` passes batches that no step has trained. Only the first block shows that they
+        # were read ahead: in a script without blocks, and without an optimizer in the Loop, training leaves no sign.
         if self.untrained is not None:
             self.untrained = None if stepped else self.untrained + 1
 
     def give_number(self, *, has_begun: bool, others_evaluate: bool) -> bool:
-        """`steps` gives a number. Returns whether its body has run before as far as the block.
+        """Note that `steps` gives a number. Returns whether the body has run before as far as its block.
 
         Args:
-            has_begun: whether what it has changed there is in the state.
-            others_evaluate: whether other ranks are in an evaluation that the script comes to.
+            has_begun: whether the effects of the body before its block are in the state.
+            others_evaluate: whether other ranks are in an evaluation that this rank's script still comes to. The script
+                must make that evaluation, so the body does not count as one that has run before.
         """
         self.number_repeats, self.repeats = has_begun and not others_evaluate, False
         return self.number_repeats
 
     def enter_epoch(self, *, repeats: bool) -> None:
-        """The script enters the body of an epoch. `repeats`: its head has run before."""
+        """Note that the script enters the body of an epoch.
+
+        Args:
+            repeats: whether the head of that body has run before, and its effects are in the state.
+        """
+        # With `steps` the only epoch is the Loop's own, and no code of the script stands in its head.
         self.at_head, self.head_repeats, self._in_head = not self.draws_itself, repeats, 0
 
     def next_of_head(self) -> int:
-        """The script comes once more to an evaluation in the head. Returns its number, from 0."""
+        """Note that the script comes once more to an evaluation in the head. Returns its number there, from 0."""
         self._in_head += 1
         return self._in_head - 1
 
     def pass_head(self) -> bool:
-        """The head of the epoch's body is over. Returns whether it has run before."""
+        """Note that the head of the epoch's body is over. Returns whether that head had run before."""
         repeats, self.at_head = self.at_head and self.head_repeats, False
         return repeats
 
     def check_body(self, *, has_counted: bool) -> None:
-        """The body of `steps` has ended. Raises ConfigError if it had no block. `has_counted`: its step counts."""
+        """Raise ConfigError if the body of `steps` has ended without a block.
+
+        Args:
+            has_counted: whether the step of this body counts already.
+        """
         validation.check_has_step(self.repeats or self.slice is not None or has_counted)
 
     # Blocks
 
     def request(self) -> None:
-        """The script calls `step()`. Raises ConfigError where no step can be, or the last one was not entered."""
+        """Note that the script calls `step()`.
+
+        Raises ConfigError outside of the epochs, and if the script has not entered the block that it got before.
+        """
         self.check("step")
         validation.check_entered(requested=self._requested)
         self._requested = True
 
     def enter(self, *, in_step: bool, is_paused: bool, takes_over: bool) -> None:
-        """The script enters the block of a step.
+        """Note that the script enters the block of a step.
 
         Args:
-            in_step: whether a block is open.
+            in_step: whether another block is open.
             is_paused: whether the script is in `pause` or `evaluate`.
-            takes_over: whether this process has its state from other ranks, which have trained what it has passed.
+            takes_over: whether this process has been through a change of the membership. It may have taken over the
+                state of another rank, which has trained the batches that were passed here.
 
-        Raises ConfigError for a block that can't be there, ReadAheadError after batches that were not trained.
+        Raises ConfigError for a block that is not allowed there, ReadAheadError after batches that were not trained.
         """
         self._requested, self.error = False, None
         self.check("step")
         validation.check_not_paused("step", is_paused=is_paused)
+        # A batch of `batches` has its slice before the block. In `steps` the block itself makes the slice, so a slice
+        # that is there, or a step that counts already, belongs to an earlier block in the same body.
         second = self.slice is None if self.has_batch else self.slice is not None or self.awaits_boundary
         validation.check_alone(in_step=in_step, second=second)
         if self.untrained and not takes_over:
@@ -150,36 +180,45 @@ class StepTracker:
         validation.check_fed(has_batch=self.has_batch or self.draws_itself, has_drawn=bool(self.passes))
 
     def leave(self, *, stepped: bool, sees_optimizers: bool) -> bool:
-        """The block has ended without an exception. Returns whether its step counts at once.
+        """Note that the block has ended without an exception. Returns whether the batch is over with its block.
 
-        Where an optimizer could have stepped and has not, the script may have left the step by `break`: then it counts
-        when the script asks for the next one.
+        Usually the batch is over. One case waits until the script asks for the next batch: the last batch of a step in
+        which no optimizer has stepped. The script may have left such a block by `break`, and then the step must not
+        count.
 
         Args:
             stepped: whether an optimizer has stepped with the present batch.
-            sees_optimizers: whether the Loop has one.
+            sees_optimizers: whether the Loop has an optimizer. In `steps` without one, the end of the block is enough.
         """
         assert self.slice is not None, "a step has begun"
         self._block_ended = True
         return stepped or not self.slice.last or not (self.has_batch or sees_optimizers)
 
     def undo(self) -> None:
-        """The step is undone, and will be made again."""
+        """Note that the step is undone, and will be made again."""
         self.slice, self.completed, self.repeats = None, False, True
 
     def follow_others(self) -> None:
-        """Other ranks have made the step that was undone here: this rank's script goes on as if it had, too."""
+        """Note that the script goes on as after a finished step, although the step was undone here.
+
+        Other ranks have finished that step, and this rank has taken over their state.
+        """
         self.awaits_boundary = self.awaits_boundary or (self.repeats and not self.has_batch)
         self.repeats = False
 
     def break_off(self, *, stepped: bool) -> None:
-        """An exception has left the batch, and its step does not count. `stepped`: an optimizer had taken it."""
+        """Note that an exception has left the batch. Its step does not count.
+
+        Args:
+            stepped: whether an optimizer had stepped. The weights then have a step that no position counts, so the Loop
+                cannot go on.
+        """
         self.slice = None
         if stepped:
             self.stage = "broken"
 
     def check_left(self, step: int) -> None:
-        """The script goes on behind the block of `step`, from 1.
+        """Check that the script may go on behind the block of `step`, which counts from 1.
 
         Raises ConfigError when the block was requested and not entered, RuntimeError when an exception has left it.
         """

@@ -1,4 +1,13 @@
-"""Undoes a step: what it changes is noted when it begins, and put back when it is to be done again."""
+"""Undoes a step: notes what the step may change when it begins, and puts that back when the step is to be made again.
+
+A step in which a rank is lost cannot be finished: its collectives fail, so the gradients are not those of the global
+batch. The survivors make the step again in the next world. For that, every rank must stand where the step began, or the
+step would count twice: in the statistics of batch norm, in accumulated gradients, in the numbers that dropout draws.
+
+Copying all of the state at each step would cost too much. The weights and the optimizer's state change only when an
+optimizer steps, and most scripts make no collective after that. So when a collective fails, at least one rank usually
+still has the state of a finished step. A rank whose optimizer has stepped halfway gets that state (`train.world`).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +27,12 @@ from elasticrt.train.module_notes import ModuleNotes
 from elasticrt.train.not_given import optimizers_in
 from elasticrt.train.training_state import TrainingState
 
-# Objects that only an optimizer's step changes, and what belongs to it.
+# The kinds of objects whose states are large. In a step, only the optimizer's step and what belongs to it change them.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 
 CLOSELY = 3
-"""So many first steps of a process, and those whose number is a power of two, are searched for writes by `.data`."""
+"""The number of first steps of a process that are searched for writes by way of `.data`. After them each step whose
+number is a power of two is searched. The search reads all parameters, which is too slow for every step."""
 
 _Named = dict[str, Any]
 _REMEDY = "Wrap the model in DistributedDataParallel, or add the gradients of all ranks"
@@ -30,29 +40,53 @@ _log = logging.getLogger(__name__)
 
 
 class _Beginning(NamedTuple):
-    """Where a step, or an evaluation, has begun: what it may change besides modules."""
+    """The state in which a step or an evaluation has begun, without the modules (see `ModuleNotes`).
+
+    Attributes:
+        evaluates: whether an evaluation has begun.
+        numbers: the states of the random number generators; None where they follow from a seed.
+        vars: the objects in `loop.vars`, and copies of them.
+        scales: for each GradScaler its scale and growth tracker.
+        objects: the states of the script's other objects by name: copies, or Notes.
+        gradients: each parameter with a copy of its gradient, where gradients of earlier steps count; else None.
+    """
 
     evaluates: bool
-    numbers: _Named | None  # Random numbers; None where they follow from a seed.
-    vars: tuple[_Named, _Named]  # The objects, and copies of them.
+    numbers: _Named | None
+    vars: tuple[_Named, _Named]
     scales: tuple[tuple[torch.Tensor | None, ...], ...]
-    objects: _Named  # The states of other objects, or their Notes.
-    # Where gradients of earlier steps count.
+    objects: _Named
     gradients: tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None
 
 
 class Undo:
-    """The open step of one Loop, and the way back to where it began.
+    """The open step of one Loop, and the way back to where the step began.
 
-    Buffers, gradients, random numbers, variables, and what is frozen or in training mode are noted when a step begins.
-    Values of parameters and optimizers are not: a rank whose optimizer has stepped in an undone step gets the state of
-    another rank. They are copied only in scripts whose steps communicate in or after an optimizer's step (a closure,
-    two models in turn, a sum of the losses at the end), because there all ranks can be in that state at once. What a
-    script changes before its optimizer steps is noted as well: states of its own objects at once, parameters (an
-    average of the weights) and large tensors of these objects once a step has changed them there. That step itself
-    cannot be undone. Changes by way of `.data` are looked for in some steps only, and in evaluations.
+    Noted at the beginning of each step: buffers, gradients, random numbers, `loop.vars`, the states of the script's own
+    objects, and which modules are in training mode or frozen.
 
-    `seeded`: random numbers follow from the step's number, so they need no note.
+    Not noted: the values of parameters, and the states of optimizers. A rank whose optimizer has stepped in an undone
+    step gets them from another rank. There are two exceptions:
+
+    - The script's steps communicate in or after an optimizer's step (a closure, two models in turn, a sum of the losses
+      at the end). There all ranks can have stepped when a collective fails, and no rank could help. So everything is
+      copied just before the optimizer steps.
+    - The script changes parameters (an average of the weights), or large tensors of its own objects, before its
+      optimizer steps. From the next step on these are copied as well. The first step that does so cannot be undone.
+
+    Torch does not count changes by way of `.data`. They are looked for in some steps (`CLOSELY`) and in evaluations.
+
+    Args:
+        state: the state of the Loop.
+        seeded: whether random numbers follow from the step's number, so that they need no note.
+
+    Attributes:
+        in_step: whether the block of a step is open.
+        open: whether a step is noted that does not count yet. With micro-batches it may be between two blocks.
+        stepped: whether an optimizer has stepped in the present batch.
+        touched: whether an optimizer has begun to step in the present step. The state may then be that of no step.
+        outside: the state of the position, noted when the script left the batches of an epoch, while it runs code
+            before or after them. A restart at this position runs that code again. None among the batches.
     """
 
     def __init__(self, state: TrainingState, *, seeded: bool) -> None:
@@ -61,47 +95,57 @@ class Undo:
         objects = state.objects.values()
         self._modules = ModuleNotes([each for each in objects if isinstance(each, torch.nn.Module)])
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        # One that is disabled has no scale.
+        # A disabled GradScaler has no scale.
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
-        # Not a GradScaler's state_dict, which waits for the GPU.
+        # The objects that are noted by their `state_dict`. That of a GradScaler would wait for the GPU at each step.
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         self._beginning = _Beginning(False, None, ({}, {}), (), {}, None)
-        self._state: _Named | None = None  # That before the optimizer's step, in scripts that need it.
+        # The objects' state before the first optimizer of the step began, in scripts that communicate late.
+        self._state: _Named | None = None
+        # What `note_between` has noted: the states of objects, `loop.vars` (objects and copies), random numbers.
         self._between: tuple[_Named, tuple[_Named, _Named], _Named | None] | None = None
-        # Whether this step was the first that has changed something before its optimizer.
+        # Whether this step has changed something of which there is no copy. It can't be undone then.
         self._unknown = False
-        # What has happened since.
+        # The hooks on the optimizers.
         self._handles: list[RemovableHandle] = []
-        self._collectives = 0  # Begun before the first optimizer of the step began.
-        self._at_first: int | None = None  # Begun before the first step of this process.
-        self._is_first = True  # Whether no optimizer has stepped yet.
+        # How many collectives had begun before the first optimizer of the step, or the first step of this process.
+        self._collectives = 0
+        self._at_first: int | None = None
+        # Whether no step with an optimizer has ended yet.
+        self._is_first = True
         self._noted_steps = 0
-        self.in_step = False  # Whether a block of a step is open.
-        self.open = False  # Whether a step is noted that does not count yet.
-        self.stepped = False  # Whether an optimizer has stepped in the present batch.
-        self._moved: set[int] = set()  # Which have stepped in the present step, by id.
-        # Whether one has begun to step in the present step, so that the state may be that of no step.
+        self.in_step = False
+        self.open = False
+        self.stepped = False
+        # The optimizers that have stepped in the present step, by id.
+        self._moved: set[int] = set()
         self.touched = False
-        # The state of the position while the script runs code before or after the batches of an epoch, which is run
-        # again at that position; None among the batches.
         self.outside: Note | None = None
 
     @property
     def sees(self) -> bool:
-        """Whether there is an optimizer to watch."""
+        """Whether the Loop has an optimizer to watch."""
         return bool(self._handles)
 
     def watch(self, before: Callable[..., None]) -> None:
-        """Watch the optimizers. `before` is called before one steps; an exception of it prevents the step."""
-        # Only the hooks hold `before`, so that a Loop that is over is freed at once, with its loader's workers.
+        """Watch the optimizers.
+
+        Args:
+            before: called before an optimizer steps. An exception from it prevents the step.
+        """
+        # Only the hooks hold `before`, a method of the Loop. So a Loop that is over is freed at once, and with it the
+        # worker processes of its loader.
         watched = [inner for each in self._optimizers for inner in _with_hooks(each)]
         self._handles = [each.register_step_pre_hook(before) for each in watched]
         self._handles += [each.register_step_post_hook(self._has_stepped) for each in watched]
 
     @property
     def has_communicated(self) -> bool:
-        """Whether an optimizer that steps now may lack a peer: collectives have begun since the one before, if any."""
+        """Whether an optimizer that steps now may use the result of a collective that has lost a peer.
+
+        Not so for a second optimizer of the step, if no collective has begun since the first one began.
+        """
         return not self.touched or collectives.sequence_number() != self._collectives
 
     def unwatch(self) -> None:
@@ -110,22 +154,26 @@ class Undo:
             self._handles.pop().remove()
 
     def optimizer_begins(self) -> None:
-        """An optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
+        """Note that an optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
         if not self.touched:
             self._learn()
-            # Before the step: the collectives of a closure (LBFGS) are inside of it, and leave all ranks there at once.
+            # Counted before the optimizer steps: the collectives of a closure (LBFGS) are inside of its step. If one of
+            # these fails, all ranks have stepped in part.
             self._collectives = collectives.sequence_number()
             if self._training.habits.communicates_late:
                 self._state = copy.deepcopy(stateful.collect(self._training.objects))
         self.touched = True
 
     def step_ends(self) -> None:
-        """The whole step is done: note whether it had collectives since its first optimizer began."""
+        """Note that the step is done, and whether it has begun collectives since its first optimizer began."""
         if self.stepped and self._is_first:
             self._is_first = False
+            # DDP exchanges gradients by collectives. A first step without any means that the model is not in DDP, and
+            # that the ranks train apart.
             if collectives.sequence_number() == self._at_first and not collectives.alone():
                 _log.warning("the first step has exchanged nothing: each rank trains a model of its own. %s", _REMEDY)
-        # An optimizer that has not stepped may have to add up more: the gradients of all are kept then.
+        # An optimizer that has not stepped may be adding up gradients over several steps. Those of all parameters are
+        # kept then.
         self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))
         if not self.touched:
             self._learn()
@@ -137,9 +185,13 @@ class Undo:
         self._moved.add(id(optimizer))
 
     def _learn(self) -> None:
-        """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
+        """Learn what the script changes before its optimizer steps: all further steps copy that when they begin.
+
+        Called when the first optimizer of the step begins, or at the end of a step without one.
+        """
         habits, objects = self._training.habits, self._beginning.objects
         new = self._modules.changed() - habits.early_parameters
+        # A Note has lost its state if one of the large tensors in it, which it does not copy, has changed.
         large = {name for name, noted in objects.items() if isinstance(noted, Note) and noted.state is None}
         self._unknown = self._unknown or bool(new or large)
         if not self._beginning.evaluates:
@@ -147,17 +199,19 @@ class Undo:
             habits.early_objects |= large
 
     def _rates(self) -> list[dict[str, Any]]:
-        """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
+        """The settings in the optimizers' parameter groups: a scheduler writes the learning rate to its optimizer."""
         return [
-            # Most of it are numbers, at every step.
+            # Nearly all settings are plain numbers, and this runs at every step: they need no copy.
             {name: each if type(each) in _ATOMS else clone(each) for name, each in group.items() if name != "params"}
             for group in self._groups()
         ]
 
     def note(self, *, evaluates: bool = False) -> None:
-        """The step begins: note everything that it may change, but for parameters and optimizers.
+        """Note everything that the step which begins may change, except for parameters and optimizers.
 
-        `evaluates`: an evaluation begins. Of one that has changed parameters when it fails the beginning is not known.
+        Args:
+            evaluates: whether an evaluation begins instead of a step. If it has changed parameters when it fails, such
+                as by exchanging the weights for an average, it can't be undone, and later steps copy no more for that.
         """
         training, habits, named = self._training, self._training.habits, self._training.vars
         self._state = None
@@ -166,6 +220,7 @@ class Undo:
         self._at_first = collectives.sequence_number() if self._at_first is None else self._at_first
         self._moved.clear()
         self._noted_steps += not evaluates
+        # The number of a step is a power of two if one bit of it is set.
         few = self._noted_steps <= CLOSELY or self._noted_steps.bit_count() == 1
         self._modules.note(habits.early_parameters, closely=evaluates or few, taken_back=few and not evaluates)
         objects = {
@@ -188,10 +243,15 @@ class Undo:
         return tuple((each, None if each.grad is None else each.grad.detach().clone()) for each in owners)
 
     def put_back(self) -> bool:
-        """Go back to the beginning of the step. False: the state before its optimizer's step is not known."""
+        """Go back to where the step began.
+
+        Returns False if that is not possible in full: an optimizer has begun to step and nothing was copied before, or
+        the script has changed something of which there is no copy. This rank then needs the state of another one.
+        """
         if not self.touched:
             self._learn()
         known = not self._unknown and (not self.touched or self._state is not None)
+        # Everything else is put back in any case: another rank's state does not hold all of it, such as training modes.
         if known and self._state is not None:
             stateful.put_back(self._training.objects, self._state, "the beginning of the step")
         self._state = None
@@ -208,7 +268,7 @@ class Undo:
         return known
 
     def put_back_gradients(self) -> None:
-        """The step does not count, nor does what it has added up."""
+        """End the step without counting it, and drop the gradients that it has added up."""
         self.open = False
         gradients = self._beginning.gradients
         self._training.accumulates = gradients is not None
@@ -217,27 +277,47 @@ class Undo:
             owner.grad = gradient
 
     def _put_back_scalers(self) -> None:
-        """Make each GradScaler forget what it has seen: gradients that an aborted collective left may overflow."""
+        """Make each GradScaler forget what it has seen in the step.
+
+        The gradients that an aborted collective has left may overflow, and the scaler would lower its scale for that.
+        """
         for scaler, scale in zip(self._scalers, self._beginning.scales, strict=True):
             scaler._scale, scaler._growth_tracker = scale
-            scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
+            # Otherwise the scaler refuses to unscale or to step a second time in one step.
+            scaler._per_optimizer_states.clear()
         for optimizer in self._optimizers if self._scalers else ():
-            # It tells a fused optimizer its scale by these, and multiplies what it finds there with the next.
+            # A GradScaler passes its scale to a fused optimizer in these attributes. If it finds a scale there the next
+            # time, it multiplies that with the new one.
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
 
     def leave_batches(self, *, known: bool) -> None:
-        """Code outside of the batches follows. `known`: whether a restart at this position begins with it."""
+        """Note the state of the position, because the script goes on with code outside of the batches.
+
+        A process that is lost there hands this state over, and not the present one: its successor runs that code again.
+
+        Args:
+            known: whether a restart at this position begins with that code. If the script has left the batches early, a
+                restart would go on with the next batch instead. Then no state is noted, and none is handed over.
+        """
         self.outside = Note(self._training.collect() if known else None)
 
     def state_of_position(self) -> dict[str, Any] | None:
-        """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known."""
+        """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known.
+
+        It is not known outside of the batches if the script has changed large tensors since.
+        """
         return self._training.collect() if self.outside is None else self.outside.state
 
     def note_between(self, *, whole: bool) -> None:
-        """The step is undone: note what the script may change between this and the next try.
+        """Note what the script may change until the next try of the step begins, or until it meets the other ranks.
 
-        `whole`: it goes on as after a step that was done, and may change parameters, optimizers and random numbers.
+        Called where the script is about to run code whose effects must not count: after a step was undone, and before
+        code that has run already.
+
+        Args:
+            whole: whether the script goes on as after a finished step. It may then change parameters, optimizers and
+                random numbers as well.
         """
         objects = self._training.objects.items()
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
@@ -246,9 +326,10 @@ class Undo:
         self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_state.note() if whole else None
 
     def forget_between(self, *, again: bool = False) -> None:
-        """The next try begins: undo what the script has changed since `note_between`.
+        """Undo what the script has changed since `note_between`. Does nothing if that was not called.
 
-        `again`: keep the note, as what follows is to be undone as well.
+        Args:
+            again: keep the note, because what the script does next is to be undone as well.
         """
         if self._between is None:
             return
@@ -260,18 +341,19 @@ class Undo:
             rng_state.restore(numbers)
 
     def keep_between(self) -> None:
-        """What the script has changed since `note_between` stays: no other try of that step follows."""
+        """Keep what the script has changed since `note_between`: no other try of that step follows."""
         self._between = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self._optimizers for group in each.param_groups]
 
     def _load(self, states: dict[str, Any]) -> None:
-        """Put back states of objects by name, and `_rates`."""
+        """Put back the states of objects by name, and a result of `_rates` under the name OURS."""
         objects = {name: self._training.objects[name] for name in states if name != stateful.OURS}
         stateful.put_back(objects, states, "the beginning of the step")
+        # Not strict: a parameter group that the script has added since has no values here.
         for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
-            group.update(values)  # The script may have added a group since, which has none.
+            group.update(values)
 
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -286,17 +368,23 @@ def _with_hooks(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]
     return inner
 
 
+# The types of values that cannot change in place, so that they need no copy.
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def clone(value: Any) -> Any:
-    """A copy of what a step may change in place: of lists, dicts, sets and tensors, and of such ones in them."""
+    """A copy of `value` in all that a step may change in place: lists, dicts, sets and tensors, also inside of others.
+
+    Values of other types are not copied.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, list):  # A long one of numbers is copied at each step.
+    if isinstance(value, list):
+        # This runs at each step, and `loop.vars` may hold a long list of numbers: one `copy` is fastest.
         return value.copy() if _ATOMS.issuperset(map(type, value)) else [clone(each) for each in value]
     if isinstance(value, dict):
-        copied = copy.copy(value)  # Perhaps an OrderedDict, or a defaultdict.
+        # `copy` keeps the type, such as OrderedDict or defaultdict.
+        copied = copy.copy(value)
         copied.update((name, clone(each)) for name, each in value.items())
         return copied
     return value.copy() if isinstance(value, set) else value

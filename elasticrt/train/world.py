@@ -1,4 +1,13 @@
-"""The world that a Loop's process is in, and its way from one generation into the next."""
+"""Takes a Loop's process from one generation into the next, and makes its evaluations.
+
+When a rank is lost, the survivors keep their processes. Each one undoes its open step, waits for its seat in the next
+generation, meets the others in a new process group, and says which step it has finished. Ranks that are behind, and
+newcomers, receive the state of a rank that is furthest (`state_transfer`). Then all make the open step again, each with
+the samples that are its own in the new world.
+
+A newcomer sets up alone, beside the training, and takes the same way when the others let it in. An evaluation that
+loses a rank is made again in the same way as a step (`evaluations`).
+"""
 
 from __future__ import annotations
 
@@ -28,25 +37,28 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 END_S_MAX, END_LOOK_S = 5.0, 0.02
-"""How long ranks wait for each other at the end, and how often they look: one rank may have more to do than others."""
+"""How long ranks wait for each other at the end of the loop, at most, and how often they look, in seconds. A rank may
+come to the end later, because its script has more to do there."""
 
 _SAVED, _SEEN = "elasticrt/saved", "elasticrt/saved/seen"
-"""Keys of a generation's store: rank 0 saves the last step, and has done so (`+`); how many others know that."""
+"""Keys in a generation's store. _SAVED is "" while rank 0 saves the last step, and "+" when that is done. _SEEN counts
+the other ranks that have seen the "+"."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the world in which this process lives on, or its beginning.
+    """A change of the membership, or the beginning of the loop, as the functions given to `Loop.on_change` get it.
 
     Attributes:
-        generation: the number of the new one, 0 without an agent.
-        world_size: processes in it.
-        world_size_before: processes in the world that this process was in before, after a start in the one that saved
-            the state; 0 for none.
-        cause: why, in words such as `node-2 lost`; "" without an agent.
-        pause_s: seconds since this process's last step, after a restart since that of its node's workers; None where
-            there was none.
-        steps_lost: steps that they had finished and that are done again.
+        generation: the number of the new generation; 0 without an agent.
+        world_size: the number of processes in the new generation.
+        world_size_before: the number of processes before the change. After a restart: in the world that saved the
+            state. 0 if there was no world before.
+        cause: why the membership has changed, in words such as `node-2 lost`; "" without an agent.
+        pause_s: seconds since the last step of this process; after a restart, since the last step of the workers of
+            this node. None if there was no step.
+        steps_lost: how many steps this process had finished that are made again; after a restart, how many steps of the
+            workers of this node.
     """
 
     generation: int
@@ -58,7 +70,23 @@ class Change:
 
 
 class World:
-    """The world of one Loop's process. `objects`: as given to the Loop, by name."""
+    """The world that one Loop's process is in.
+
+    Args:
+        objects: the script's objects by name, as given to the Loop.
+        state: the state of the Loop.
+        saving: the saves of the Loop.
+        undo: the Loop's open step.
+        reporter: reports the steps to the agent.
+
+    Attributes:
+        in_place: this process's way from group to group.
+        evaluations: the evaluations since the last step.
+        size: the number of processes in the present world.
+        resumed_size: the number of processes in the world that began what is left of the epoch.
+        moves: how often this process has taken a new seat.
+        on_change: the functions that the script has given to `Loop.on_change`.
+    """
 
     def __init__(
         self, objects: Mapping[str, Any], state: TrainingState, saving: Saving, undo: Undo, reporter: Reporter
@@ -68,27 +96,29 @@ class World:
         self._undo = undo
         self._reporter = reporter
         self._page = agent_client.status_page()
-        self._size_before = 0  # Of the world of the last Change.
+        # The world size of the last Change.
+        self._size_before = 0
         self.in_place = InPlace(
             objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
         self.evaluations = Evaluations()
-        # The random numbers before evaluations that this rank comes to after others, and those to go on with then.
+        # For a newcomer that still comes to evaluations behind the boundary. `_earlier`: the generators' states from
+        # before these, with which it makes them. `_numbers`: those of the state that it got, with which it goes on.
         self._earlier: dict[str, Any] = {}
         self._numbers: dict[str, Any] = {}
-        # `size`: processes in all; `resumed_size`: in the world that began what is left of the epoch.
         self.size = self.resumed_size = 1
-        self.moves = 0  # How often this process has got another place.
+        self.moves = 0
         self.on_change: list[Callable[[Change], None]] = []
 
     def enter(self, *, fresh: bool) -> None:
-        """Begin the Loop with all ranks, or set up beside the training of others until they let this process in.
+        """Begin the Loop with all ranks. A newcomer sets up beside the training instead, until the others let it in.
 
         Args:
             fresh: start over, whatever checkpoint there is.
         """
         worker = self.in_place.worker
         if worker.beside:
+            # This process has no state of any step, so it will receive one, whatever step the others have finished.
             self._state.whole = False
             self._saving.set_up_beside()
             self.in_place.set_up_beside(self._state.objects)
@@ -96,6 +126,7 @@ class World:
             self._go_after_others()
             return
         self._page.loop_at_ns = time.monotonic_ns()
+        # Before the restore, which has to know which generators all ranks have in the same state.
         self._state.numbers.compare()
         self._state.compare(worker)
         found = self._saving.checkpointer.begin(fresh=fresh)
@@ -105,13 +136,18 @@ class World:
             self._state.restore(found.data)
             self.resumed_size = self._size_before = found.world_size
         self._has_state(self._saving.checkpointer.start)
-        if self._page.step_at_ns:  # A second Loop of the script has its beginning, and no cost.
+        # A second Loop of the script begins as well, but no change of the membership has cost anything.
+        if self._page.step_at_ns:
             self._announce_change()
         else:
             self._announce_change(worker.last_step_at_ns, worker.last_step - self._saving.run.total)
 
     def go_on(self) -> None:
-        """Take the seat in the next generation, and get the state that all others have there."""
+        """Take the seat in the next generation, meet the other ranks there, and get the state that all have.
+
+        If another rank is lost meanwhile, or the agents agree on yet another generation, this goes on to that one.
+        Raises Handover when this process has no seat, and must end.
+        """
         self._page.stepping = 0
         stepped_at_ns, steps = self._page.step_at_ns, self._state.position.steps
         arrived, is_newcomer = False, self.in_place.worker.beside
@@ -124,9 +160,11 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
-                if self.in_place.worker.waits:  # For a generation with enough nodes.
+                # There are too few nodes for a step. The state is exchanged all the same, so that rank 0 can save it.
+                if self.in_place.worker.waits:
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
+                # After `_arrive`, which forgets the evaluations of a rank that has taken over another one's state.
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
                 again = self.evaluations.meet(meeting.gather("evaluations", standing), is_newcomer=is_newcomer)
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
@@ -139,10 +177,15 @@ class World:
         self._evaluate_again(again)
 
     def evaluate(self, call: Callable[[], Result], what: str) -> Result:
-        """The result of `call`, which is no step. It is called again in each new world until it ends.
+        """Make an evaluation, again in each new generation until it ends without the loss of a rank.
 
-        `what`: its name. Raises what `call` raises, but for the loss of a rank where it can be made again.
+        Args:
+            call: makes the evaluation, and returns its result.
+            what: the evaluation's name, for a warning.
+
+        Raises what `call` raises, except for the loss of a rank after which it can be made again.
         """
+        # Here this rank has caught up with the others. What its script has changed on the way is in their state.
         if self.evaluations.next == self.evaluations.rejoined_at:
             self._undo.forget_between()
             self._go_on_with_numbers()
@@ -157,25 +200,33 @@ class World:
         return result
 
     def _go_after_others(self) -> None:
-        """This newcomer has the others' state, and comes to what they have evaluated since the boundary.
+        """Prepare a newcomer, which has just got the others' state, for the evaluations since the boundary.
 
-        What the script does on the way is in that state already: so it is noted, and put back where the others are.
+        The effects of what its script does on the way to them are in that state already. So the state is noted here,
+        and put back where the newcomer has caught up with the others.
         """
         if self.evaluations.awaited:
             self._undo.note_between(whole=False)
             self._numbers = rng_state.note()
-            if self._earlier:  # Else the rank that gave its state had not evaluated either.
+            # If there are none, the rank that gave its state had not come to these evaluations either.
+            if self._earlier:
                 self._state.numbers.go_back(self._earlier)
 
     def _go_on_with_numbers(self) -> None:
+        """Go on with the random numbers of the state that this newcomer got. Does nothing on other ranks."""
         if self._numbers:
             rng_state.restore(self._numbers)
             self._numbers = {}
 
     def _agreed(self, number: int, result: Any) -> Any:
-        """The result of evaluation `number`, which all have made again: that of a rank that had it before, if any.
+        """The one result of an evaluation that all ranks have made again. Collective.
 
-        Ranks that decide by it must not part, and in another world it may be another one.
+        A result that a rank had before, if any, wins over the new ones. That rank's script may have decided by its
+        result already, and in another world the result may be another one. Ranks that decide differently would part.
+
+        Args:
+            number: the number of the evaluation.
+            result: the result of this rank's newest try.
         """
         known, kept = self.evaluations.kept(number)
         offers = collectives.gather_bytes(_packed(kept) if known else b"")
@@ -185,6 +236,11 @@ class World:
         return torch.load(io.BytesIO(offer), weights_only=True)[0]
 
     def _evaluated(self, number: int, what: str) -> Any:
+        """Make evaluation `number` until it ends. Returns its result.
+
+        If it can't be made again after the loss of a rank, this process ends as in a pause: it leaves its state to the
+        agent, and the error leaves the evaluation.
+        """
         repeated = self._undo.outside is not None
         while True:
             self._undo.note(evaluates=True)
@@ -194,6 +250,7 @@ class World:
                 if number in self.evaluations.made_again:
                     result = self._agreed(number, result)
                 self.in_place.check_results()
+                # The function may have caught the error of a collective, and its result is wrong then.
                 if collectives.sequence_number() != before:
                     self.in_place.check_replaced()
             except Exception as error:
@@ -201,14 +258,18 @@ class World:
                 if is_of_peer:
                     self.undo_step()
                 self._undo.open = False
+                # Not whole: the evaluation has changed weights, as for an average, and there is no copy of the old ones.
                 undone = is_of_peer and self._state.whole
                 if not (undone and self.in_place.lost(error, self._state.position.steps, in_step=True)):
                     self.evaluations.at = 0
                     self.leave_state(error, what, repeated=repeated)
                     raise
-                error.__traceback__ = None  # It holds the frames of the call, and with them works of the old group.
+                # The traceback holds the frames of the call, and with them works of the old group.
+                error.__traceback__ = None
                 self.go_on()
-                if not self.evaluations.at:  # There is a newcomer, or another rank was further.
+                # The evaluations were forgotten on the way: this rank has taken over the state of one that was further,
+                # or there is a newcomer whose script does not come to this evaluation.
+                if not self.evaluations.at:
                     self.leave_state(error, what, repeated=repeated)
                     raise
             else:
@@ -216,7 +277,12 @@ class World:
                 return result
 
     def _evaluate_again(self, numbers: range) -> None:
-        """Take part in evaluations that others make again, and leave no trace of that."""
+        """Take part in evaluations that have ended here and are made again by all, and leave no trace of that.
+
+        Args:
+            numbers: the numbers of these evaluations.
+        """
+        # This may run inside of a later evaluation of the script, whose own try follows.
         at, before = self.evaluations.at, rng_state.note()
         for number in numbers:
             self._evaluated(number, "an evaluation that others make again")
@@ -226,9 +292,13 @@ class World:
             rng_state.restore(before)
 
     def ends_with(self, save: Callable[[], object]) -> bool:
-        """The last step is done: rank 0 saves, and the others wait for that, so that any of them could do it instead.
+        """Have rank 0 save the last step, and wait on the other ranks until that is done. Collective.
 
-        False: the world has changed meanwhile, and all is to be done again there.
+        The others wait because each of them could save instead if rank 0 is lost. Returns False if the membership has
+        changed meanwhile: this process is in the next generation then, and has to call this once more.
+
+        Args:
+            save: saves, and waits for the save. Called on rank 0, and where this process can't go on in place.
         """
         try:
             self._save_last(save)
@@ -242,7 +312,8 @@ class World:
         return False
 
     def _save_last(self, save: Callable[[], object]) -> None:
-        # Nobody ends before rank 0: its connections would end with it, and another may be in the last collective still.
+        # No rank ends before rank 0 has saved. The connections of a rank end with its process, and another rank may
+        # still be in the last collective.
         self._page.stepping = 0
         if not self.in_place.possible or collectives.alone():
             save()
@@ -258,7 +329,7 @@ class World:
         return self.in_place.possible and self.in_place.overtaken
 
     def _save_for_others(self, save: Callable[[], object]) -> None:
-        """Save, and see that those know of it who wait for that: this process may end, and the store with it."""
+        """Save, and wait until the other ranks know it. This process serves the store, which may end with it."""
         store = dist.distributed_c10d._get_default_store()
         store.set(_SAVED, "")
         save()
@@ -268,29 +339,36 @@ class World:
             time.sleep(END_LOOK_S)
 
     def _wait_for_save(self) -> None:
-        """Wait until rank 0 has saved, if it has come to the end as well."""
+        """Wait until rank 0 has saved. If rank 0 has not come to its end within END_S_MAX, do not wait any longer."""
         store, saves, until = dist.distributed_c10d._get_default_store(), False, time.monotonic() + END_S_MAX
+        # There is no limit for the save itself.
         while not self.in_place.overtaken and (saves or time.monotonic() < until):
-            # An error says that rank 0 is lost: the store is there until all have ended.
+            # An error here says that rank 0 is lost: its process serves the store until all have seen the save.
             saved = store.get(_SAVED) if store.check([_SAVED]) else None
             if saved:
                 store.add(_SEEN, 1)
                 return
             saves = saved is not None
+            # In a large world less often, so that rank 0 gets at most 20,000 such looks a second.
             time.sleep(max(END_LOOK_S, self.size / 20_000))
 
     def undo_step(self) -> None:
-        """Go back to where the open step began, as far as that is known."""
+        """Go back to where the open step or evaluation began. If that is not known, this rank has no state to give."""
         if not self._undo.put_back():
             self._overwritten()
 
     def _arrive(self, meeting: regroup.Meeting) -> None:
-        """All ranks of a new generation have met: get the furthest state."""
+        """Agree with the ranks of a new generation on the furthest state, and go on from there. Collective.
+
+        Args:
+            meeting: where the ranks have met.
+        """
         state, worker = self._state, self.in_place.worker
         state.numbers.rank, self.size = collectives.rank_and_world()
         steps = state.position.steps if state.whole else -1
         spare, self.in_place.spare = self.in_place.spare, None
         taken = state_transfer.share(steps, meeting, self._to_others, self._overwritten, spare)
+        # The ledger's files belong to one generation each.
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
         if taken is None:
@@ -309,17 +387,23 @@ class World:
         state.ledger.renew()
 
     def _has_state(self, start: str) -> None:
-        """The state is that of the generation that begins. `start`: the name of this start in the ledger."""
+        """Begin the steps of a generation with its state.
+
+        Args:
+            start: the name of this start in the ledger.
+        """
         self._state.numbers.begin_step(self._state.position)
         self._state.ledger.open(start, self._state.position)
         self._saving.has_state()
         self._reporter.begin(self._saving.run.total)
 
     def _to_others(self) -> dict[str, Any]:
-        """The state as other ranks take it over."""
+        """The state as other ranks take it over, with what a newcomer needs besides."""
         state, total = self._state, self._saving.run.total
         settings = {"settings": state.settings(), "batch_size": state.batch_size}
         earlier, before = dict[str, Any](), self.evaluations.numbers_before
+        # `numbers_before` is a note, which cannot be sent. Only `capture` makes plain values, and only of the present
+        # states of the generators.
         if before is not None:
             now = rng_state.note()
             rng_state.restore(before)
@@ -328,15 +412,20 @@ class World:
         return state.collect(alike=state.numbers.alike, total=total, earlier=earlier, **settings)
 
     def _overwritten(self) -> None:
-        """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
+        """Note that the state is that of no step. Only another rank's state can help."""
         self._state.whole = False
+        # This tells the agent not to count on this worker for a state.
         self._page.restored_at_ns = 0
 
     def leave_state(self, error: Exception, doing: str, *, repeated: bool) -> None:
-        """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone.
+        """Leave the state to the agent if `error` says that a peer is gone. The error ends this process between steps.
 
-        That is told at once as well: how long a process takes to end is not known. `doing`: what the script did there.
-        `repeated`: a restart at this position comes there again.
+        The loss is reported to the agent at once as well, because nobody knows how long this process takes to end.
+
+        Args:
+            error: the error.
+            doing: what the script did, for a warning.
+            repeated: whether a restart at this position comes to the same place again.
         """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
             if not repeated:
@@ -346,7 +435,7 @@ class World:
             self.in_place.lost(error, self._state.position.steps)
 
     def hand_over(self) -> None:
-        """Leave the newest finished step to the agent, because this process ends. From any thread."""
+        """Leave the newest finished step to the agent, because this process ends. May be called from any thread."""
         if self._undo.open:
             self.undo_step()
         state = self._undo.state_of_position() if self._state.whole else None
@@ -356,8 +445,12 @@ class World:
             _log.warning("the newest step is not left to the agent: the script has changed the state since, or left")
 
     def _announce_change(self, stepped_at_ns: int = 0, steps_lost: int = 0) -> None:
-        """Call all of `on_change`. The last step before was made at `stepped_at_ns`, 0: there was none; so many steps
-        are done again."""
+        """Call all functions of `on_change`.
+
+        Args:
+            stepped_at_ns: when the last step before the change ended (`time.monotonic_ns`); 0 if there was none.
+            steps_lost: how many steps are made again.
+        """
         worker = self.in_place.worker
         change = Change(
             generation=worker.generation,
@@ -373,7 +466,10 @@ class World:
 
 
 def plain_result(result: object) -> list[Any] | None:
-    """A copy of an evaluation's result, in a list, to be saved or sent; None if it is no numbers, texts and tensors."""
+    """A copy of an evaluation's result, in a list, to be saved or sent.
+
+    None for a result with other parts than numbers, texts and tensors in lists, tuples, dicts or sets.
+    """
     try:
         whole: list[Any] = plain_copy([result], "result")
     except ConfigError:
@@ -382,7 +478,7 @@ def plain_result(result: object) -> list[Any] | None:
 
 
 def _packed(result: object) -> bytes:
-    """The result of an evaluation for other ranks; nothing where it is more than numbers, texts and tensors."""
+    """The result of an evaluation as bytes for other ranks; no bytes if it can't be sent, see `plain_result`."""
     whole = plain_result(result)
     if whole is None:
         return b""
