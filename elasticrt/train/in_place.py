@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
 """A work (a queued collective) that still waits for a peer STUCK_S seconds after its group was cut, and again
-STUCK_AGAIN_S seconds later, waits for ever. A work that waits only once may have begun just before the look."""
+STUCK_AGAIN_S seconds later, waits for ever. A single look might meet a wait that is about to end."""
 
 CLOSED_S_MAX, CLOSED_AGAIN_S = 0.5, 0.01
 """When gloo reports a lost peer, it has closed the connection, or closes it within CLOSED_S_MAX seconds on a busy

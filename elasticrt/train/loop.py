@@ -1,8 +1,18 @@
-"""The training loop's frame: where training stands, what counts as a step, and when it is saved.
+"""Frames a script's training loop: counts its steps, saves them, and makes a step again when the membership changes.
 
-Asking for the next batch is the boundary between two steps. Only there a step is counted, reported and saved. A
-boundary at which nothing is due takes a few microseconds and no collective: only rank 0 saves, and what it saves is the
-same on all ranks.
+The boundary between two steps is where the script asks for the next batch. Only there a step is saved, and only there
+all workers stop together when nodes join or leave. A boundary at which nothing is due takes a few microseconds and no
+collective: only rank 0 saves, and its state is that of all ranks.
+
+A rank may be lost inside of a step. The block `with loop.step():` then ends at the line whose collective failed. The
+step is undone (`undo`), this process goes on in the next generation (`world`), and the loop gives the script the same
+batch once more. The gradients of the broken step are worthless: they lack those of the lost rank, and each rank needs
+other samples in a world of another size.
+
+A newcomer runs the script from its first line, and comes to the place where the others are in the middle of an epoch.
+It runs the head of the epoch's body (the code before `batches`), which the others have passed. What it changes there is
+in the state that it gets from them already. So `StepTracker` and `Passed` follow which code runs a second time, and
+`Undo.note_between` and `forget_between` enclose this code and undo it.
 """
 
 from __future__ import annotations
@@ -41,31 +51,42 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 _running: list[Loop] = []
-"""The loops that are inside `epochs`, the outermost first. Each has its own checkpoint directory."""
+"""The Loops that are inside of `epochs`, the outermost first. Each has a checkpoint directory of its own."""
 
 
 class Loop:
-    """A training loop that goes on where the newest checkpoint is.
+    """A training loop that saves its state, resumes from it, and goes on when nodes join, leave or fail.
+
+    Use it as `for epoch in loop.epochs(...)` with `for batch in loop.batches(loader)` inside, or as
+    `for step in loop.steps(...)` if the script draws its data itself. Put each step into `with loop.step():`. Then the
+    processes that survive the loss of another one go on without a restart.
 
     Args:
-        directory: for checkpoints.
-        sampler: ElasticBatchSampler or ElasticDistributedSampler of the loader that `batches` gets. Without one a
-            restart in the middle of an epoch skips as many batches as were done, whatever the loader has in them.
+        directory: the directory of the checkpoints, shared by the nodes or each node's own.
+        sampler: the ElasticBatchSampler or ElasticDistributedSampler of the loader that `batches` gets. Without a
+            sampler, a restart in the middle of an epoch skips as many batches as were trained, whatever samples the
+            loader has in them.
         every: how often to save: "30s", "5 min", "200 steps" or "1 epoch".
         keep: how many checkpoints to keep.
-        resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
-        seed: of the random numbers of each step, rank by rank: after any restart at the same world size each rank draws
-            what it would have drawn. None: only rank 0 does, and of generators that the script seeds alike all ranks.
-        memory: the share of the time, 0.002 by default, that copies of the state in the memory of each node may take; 0
-            for none. After a failure training goes on from the newest of them that has survived, else from disk.
-        ledger: a directory to note in which samples each step has trained, for `elasticrt ledger check`.
-        **stateful_objects: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict()
-            and load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
+        resume: "auto": resume from the newest checkpoint. "fresh": start over. A restart after a failure resumes in
+            both cases.
+        seed: the seed of the random numbers of each step. With a seed, after any restart at the same world size each
+            rank draws the numbers that it would have drawn. With None this holds for rank 0, and on all ranks for those
+            generators that the script seeds alike on all ranks.
+        memory: the share of the training time that copies of the state in the memory of each node may take, 0.002 by
+            default; 0 for no copies. After a failure, training resumes from the newest copy that has survived, else
+            from disk.
+        ledger: a directory for the ledger, a record of the samples that each step has trained. The command
+            `elasticrt ledger check` proves with it that each sample counted once. Needs an ElasticBatchSampler.
+        **stateful_objects: everything else to save, by name: model, optimizer, scheduler, scaler and other objects with
+            `state_dict()` and `load_state_dict()`. A module in DDP or DataParallel, or a compiled one, is saved without
+            its wrapper.
 
-    Raises TypeError, ValueError and ConfigError for arguments that can't be.
+    Raises TypeError, ValueError and ConfigError for arguments that are not allowed.
     """
 
-    _any_was_entered = False  # In this process.
+    # Whether this process has entered any Loop.
+    _any_was_entered = False
 
     def __init__(
         self,
@@ -98,13 +119,20 @@ class Loop:
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
         self._guard = SignalGuard()
-        self._is_only = False  # Whether no other Loop was entered before.
-        self._loader: object = None  # That of the newest `batches`.
-        self._head_collectives = 0  # Begun before the head of the epoch's body, and in its evaluations.
+        # Whether no other Loop of this process was entered before this one.
+        self._is_only = False
+        # The loader that the newest call of `batches` got.
+        self._loader: object = None
+        # The collectives that this rank had begun at the head of the epoch's body, plus those of evaluations in it.
+        self._head_collectives = 0
 
     @property
     def vars(self) -> dict[str, Any]:
-        """The user's own plain values; saved and restored, in place, with the rest."""
+        """The script's own plain values by name, such as a best accuracy.
+
+        They are saved, restored and undone with the rest of the state. Lists, dicts, sets and tensors among them stay
+        the same objects.
+        """
         return self._state.vars
 
     @vars.setter  # noqa: A003  Scripts know it by this name.
@@ -113,38 +141,44 @@ class Loop:
 
     @property
     def epoch(self) -> int:
-        """The present epoch, from 0."""
+        """The number of the present epoch, from 0."""
         return self._state.position.epoch
 
     @property
     def steps_done(self) -> int:
-        """Steps that are done, over all epochs and restarts. After a block that is the step of the block, too."""
+        """How many steps are done, over all epochs and restarts. After the block of a step, that step is included."""
         return self._state.position.steps + self._tracker.is_finished
 
     @property
     def complete(self) -> bool:
-        """Whether the present batch completes its global batch: the moment for `optimizer.step()`.
+        """Whether the present batch completes its global batch. Then it is time for `optimizer.step()`.
 
-        After a block that was left because the membership has changed it is false, as that step is done again: but for
-        a step that other ranks have finished, and after which they are in `evaluate`, where this rank follows them.
+        With `micro_batch_size` a step may have several batches, and this is True in the last one only. Without it, this
+        is True in every batch.
+
+        After the block of a step: whether the step is done. It is False after a try that was undone because the
+        membership has changed, as the step is made again. There is one exception: if other ranks had finished the step,
+        and are in `evaluate` after it, this rank has taken over their state. Then this is True, so that the script
+        follows them into `evaluate`.
         """
         return self._tracker.completes
 
     # Epochs
 
     def epochs(self, total: int, *, max_steps: int | None = None) -> Iterator[int]:
-        """The epochs still to train, by number from 0. Once per Loop.
+        """Iterate over the numbers of the epochs that are still to train, from 0. May be used once per Loop.
 
-        The first use restores the newest checkpoint. An epoch whose batches were all trained, but whose body had not
-        ended, is entered again with an empty `batches`. Leaving, unless by an exception, saves and waits for the save.
+        The iteration begins by restoring the newest checkpoint. An epoch whose batches were all trained, but whose body
+        had not ended, is entered again, and its `batches` is empty then. When the iteration ends, also by `break` or
+        `return`, the state is saved, and all ranks wait for that. After an exception nothing is saved.
 
         Args:
-            total: epochs in all, over all restarts.
-            max_steps: end early after so many steps in all; None: no limit.
+            total: the number of epochs in all, over all restarts.
+            max_steps: end when so many steps are done in all, over all restarts; None: no limit.
 
-        Raises TypeError and ValueError for counts that can't be, ConfigError when it is used twice, CheckpointError
-        when no checkpoint can be used or the last one could not be saved, DuplicateError (exit code 7) when another
-        live run saves to the directory.
+        Raises TypeError and ValueError for counts that are not allowed, ConfigError when it is used twice,
+        CheckpointError when no checkpoint can be used or the last one could not be saved, DuplicateError (exit code 7)
+        when another live run saves to the directory.
         """
         validation.check_counts(total, max_steps, "epochs")
         if self._tracker.stage != "new":
@@ -166,24 +200,29 @@ class Loop:
                 try:
                     yield entered
                 except GeneratorExit:
+                    # Python closes a generator after `break` and `return`, and also when an exception leaves the body.
                     if generator_exit.on_purpose(sys._getframe().f_back):
                         self._settle()
-                        with suppress(Handover):  # Nothing can be raised where a generator is closed.
+                        # An exception that is raised while Python closes the generator does not reach the script.
+                        with suppress(Handover):
                             self._end_together()
                             well = True
                     raise
                 self._tracker.check("epochs")
                 self._settle()
+                # The body has ended without a block for the batches that were passed, so none is to come for them.
                 if self._tracker.untrained:
-                    self._tracker.untrained = None  # Its body has made no step of them, so none is to come.
+                    self._tracker.untrained = None
+                # Other ranks had finished this epoch, and this rank has taken over their state. What the script has
+                # done after the batches is in that state already.
                 if self._state.position.epoch != entered:
-                    # The others were further: they had finished this epoch, and their state has what came after it.
                     self._forget_between()
                     continue
-                self._tracker.repeats = False  # A step of this epoch that was undone, and not made again by the script.
+                # The body may have ended after a step was undone, without making the step again.
+                self._tracker.repeats = False
                 self._undo.keep_between()
                 position = self._state.position
-                # Whether the limit of steps, and not the end of the data or a `break`, ended this epoch.
+                # Whether the limit of steps, and not the end of the data or a `break`, has ended this epoch.
                 cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
                 if not cut_short:
                     self._state.ledger.closed(position)
@@ -198,7 +237,7 @@ class Loop:
             self._leave(well=well)
 
     def _enter_head(self) -> None:
-        """The body of an epoch begins. What the state has of its head is not to count twice."""
+        """Note that the body of an epoch begins. If the state has its head already, prepare to undo the second run."""
         passed = self._state.passed
         self._tracker.enter_epoch(repeats=passed.head)
         if not passed.head:
@@ -208,19 +247,21 @@ class Loop:
         self._head_collectives = collectives.sequence_number()
 
     def _pass_head(self) -> None:
-        """The body comes to its batches."""
+        """Note that the head of the epoch's body is over. If the state had it already, undo its second run."""
         head_collectives = collectives.sequence_number() - self._head_collectives
-        # A newcomer would wait in one for ranks that are in their steps.
+        # A newcomer would wait in such a collective for ranks that are in their steps.
         if head_collectives and self._tracker.at_head and self._world.in_place.worker.has_agent:
             _warn_of_head()
         if self._tracker.pass_head():
+            # A newcomer that still comes to an evaluation of the others is undone once more there, from the same note.
             self._undo.forget_between(again=bool(self._world.evaluations.awaited))
         self._state.passed.head = True
 
     def _end_together(self) -> None:
-        """The last step is done: save it, and wait until that is done."""
+        """Save the last step, and wait on all ranks until that is done."""
         self._reporter.end()
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
+        # Once more in each generation that begins meanwhile.
         while not self._world.ends_with(self._saving.last):
             pass
 
@@ -230,7 +271,8 @@ class Loop:
             raise ConfigError(
                 "another Loop is running in this directory", self._shown, remedy="Finish one before the next"
             )
-        # A newcomer enters the outermost loop, and could not know that the others are in this one.
+        # A newcomer runs the script from its first line, and would wait to be let in at the outermost Loop while the
+        # others are in this one. So no Loop around this one goes on in place any more.
         for other in _running:
             other._world.in_place.end()
         self._is_only = not Loop._any_was_entered
@@ -243,7 +285,7 @@ class Loop:
         _running.append(self)
 
     def _leave(self, *, well: bool) -> None:
-        """The loop is over, by an exception if not `well`."""
+        """Clean up, because the loop is over. With `well` it has ended in order, otherwise by an exception."""
         self._world.in_place.end()
         self._undo.unwatch()
         self._guard.lower(obeys=well)
@@ -261,13 +303,21 @@ class Loop:
     # Batches
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of this epoch that are not trained yet.
+        """Iterate over the batches of this epoch that are not trained yet.
 
-        A step counts when the next batch is asked for, after `break` if the optimizer has stepped, and after an
-        exception never. So ask for one when the one before is trained: read ahead in the loader.
+        The step of a batch counts when the script asks for the next batch. After `break` it counts if the optimizer has
+        stepped, and after an exception it does not count. So ask for a batch only when the one before is trained. To
+        read ahead, let the loader do so (`num_workers`, `prefetch_factor`).
+
+        A step that was undone gives the script the same batch again, or with a sampler this rank's part of the same
+        global batch in the new world.
+
+        Args:
+            loader: the DataLoader of the Loop's sampler, or a class around it that yields the same batches in the same
+                order. Without a sampler any iterable.
 
         Raises ConfigError for a loader that does not belong to the sampler, ReadAheadError when a batch is asked for
-        inside of a step, or the first step comes after batches without one.
+        inside of a step, or when the first step comes after batches that were not trained.
         """
         self._tracker.check("batches")
         validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
@@ -289,7 +339,10 @@ class Loop:
         return self._batches(loader, self._tracker.passes)
 
     def _know_batch_size(self, size: int) -> None:
-        """That of the loader, whose sampler does not know it. Ranks compare that of their first loaders."""
+        """Note how many samples a batch of the loader has, where the sampler does not know it.
+
+        The ranks compare the sizes of their first loaders: with different ones they would train different samples.
+        """
         if not self._tracker.passes and self._world.moves:
             self._state.check_batches(size)
         elif not self._tracker.passes and self._state.settings():
@@ -306,19 +359,23 @@ class Loop:
         beginning = state.numbers.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
         epoch, moves, size = state.position.epoch, world.moves, world.size
-        batch, share, at_hand = None, None, state.position.batches - 1  # The number of the batch at hand.
-        # Where the others were in another epoch, and this rank has taken over their state, this one's batches are over.
+        # `at_hand` is the number of the batch that was drawn last, from 0.
+        batch, share, at_hand = None, None, state.position.batches - 1
+        # If this rank has taken over the state of ranks in a later epoch, the batches of this epoch are over.
         while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
             if moves != world.moves and state.position.batches and is_stream(loader, state.sampler):
                 if world.ends_with(self._saving.last):
                     raise rest_unknown(size, world.size)
                 continue
             if moves != world.moves and state.sampler is not None:
-                # In another place this rank has other samples. Beginning anew leaves no trace in the random numbers.
+                # With another rank or world size, this rank has other samples from here on, so the loader begins anew.
+                # A loader may draw random numbers when it begins. An undisturbed run draws none here, so they are put
+                # back.
                 drawn.close()
                 drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
             moves = world.moves
-            # Without a sampler a step is done again with the batch at hand; one that others have finished is passed.
+            # Without a sampler a rank cannot get other samples. An undone step gets the batch at hand once more, so
+            # nothing is drawn. If other ranks have finished that step, this rank's batch of it is passed over.
             for _ in range(state.position.batches - at_hand if state.sampler is None else 1):
                 batch, share = self._draw(drawn, expected=not skip)
             at_hand, tracker.repeats = state.position.batches, False
@@ -351,45 +408,63 @@ class Loop:
             self._leave_batches(known=True)
 
     def _give(self, share: BatchSlice) -> None:
-        """The script gets a batch."""
-        if self._state.passed.body and not self._undo.open:  # As far as its block the body runs once more.
+        """Note that the script gets a batch, whose part of the global batch is `share`."""
+        # The effects of the body before its block are in the state already, and this body runs once more.
+        if self._state.passed.body and not self._undo.open:
             self._undo.note_between(whole=False)
         self._begin(share)
         self._tracker.has_batch = True
 
     def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
-        """The next batch with its slice; the slice is None at the end. `expected`: a loader that hangs is noticed."""
+        """The next batch and its slice; (None, None) at the end of the loader.
+
+        Args:
+            drawn: what `feed` gives.
+            expected: whether a batch is to be expected, so that the agent notices a loader that hangs.
+        """
         since_ns = time.monotonic_ns()
-        # How long it takes to draw the batches that are skipped says nothing about a hang.
+        # After a restart the first batch may be preceded by many that are skipped. How long these take says nothing
+        # about a hang.
         self._page.stepping = self._page.stepping or (FIRST_BATCH if expected else 0)
         found = next(drawn, (None, None))
         self._page.data_ns += time.monotonic_ns() - since_ns
         return found
 
     def _batch_left(self, caller: FrameType | None) -> None:
-        """The script has left `batches`; `caller` is the frame that let go of it."""
+        """Note that the script has left `batches` early. `caller` is the frame that has let go of the generator."""
         on_purpose = generator_exit.on_purpose(caller)
         if on_purpose:
             self._settle()
         else:
             self._interrupted()
-        # Else a restart at this position begins with another batch, and not with what follows.
+        # If the epoch has batches left, a restart at this position begins with the next one, and not with the code that
+        # follows the batches.
         has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
         self._leave_batches(known=on_purpose and has_no_more)
         if generator_exit.by_an_iterator(caller):
             self._tracker.stage = "cut short"
 
     def _leave_batches(self, *, known: bool) -> None:
-        """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
-        if self._world.in_place.possible:  # Else this process hands over at boundaries only.
+        """Note that the script goes on outside of the batches.
+
+        Args:
+            known: whether a restart at this position begins with the code that follows now.
+        """
+        # A process that cannot go on in place hands its state over at boundaries only, and needs no note.
+        if self._world.in_place.possible:
             self._undo.leave_batches(known=known)
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
+        """Iterate over the steps that are still to do, for a script that draws its data itself.
 
-        Gives the number of steps that are done, from 0. The body has one `with loop.step():`. When the membership has
-        changed in it, the same number comes again. Restores, saves, leaves and raises as `epochs` does; once per Loop.
-        Raises ConfigError when the body has made no step.
+        Use it as `for step in loop.steps(1000):` with one `with loop.step():` in the body. It yields the number of the
+        steps that are done, from 0. If the membership changes in the block, the step is undone and the same number
+        comes again. It restores, saves and ends as `epochs` does, and may be used once per Loop, instead of `epochs`.
+
+        Args:
+            total: the number of steps in all, over all restarts.
+
+        Raises what `epochs` raises, and ConfigError when the body has made no step.
         """
         validation.check_counts(total, None, "steps")
         tracker, evaluations = self._tracker, self._world.evaluations
@@ -398,7 +473,8 @@ class Loop:
             while not self._state.position.limit_reached(total):
                 has_begun, others_evaluate = self._state.passed.body, bool(evaluations.awaited)
                 if tracker.give_number(has_begun=has_begun, others_evaluate=others_evaluate):
-                    # What stands before the block has been done, and is undone where that begins.
+                    # The effects of the body before its block are in the state already. This second run of that code is
+                    # undone where the block begins.
                     self._undo.note_between(whole=False)
                     evaluations.repeat_from_boundary()
                 else:
@@ -412,46 +488,55 @@ class Loop:
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
-        """Report numbers of this step to the terminal, the dashboard and the event log: `loop.report(loss=loss)`.
+        """Report numbers of this step to the terminal, the dashboard and the event log, as in `loop.report(loss=loss)`.
 
         Args:
-            **scalars: numbers, or tensors of one element. These are kept detached, and read at most once a second.
+            **scalars: numbers or tensors of one element, by name. A tensor is kept detached, and read at most once a
+                second, because reading a tensor on a GPU waits for the GPU's work.
 
-        Raises TypeError for anything else, ConfigError outside of `epochs`.
+        Raises TypeError for anything else, ConfigError outside of `epochs` and `steps`.
         """
         self._tracker.check("report")
         self._reporter.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
-        """Have `call(Change)` called when the first epoch begins, and whenever the membership has changed.
+        """Register a function that is called when the first epoch begins, and after each change of the membership.
+
+        It is called on every rank, also on newcomers. The process group is there, and all ranks have the state of the
+        same step. So this is the place to make subgroups, or to adapt the learning rate to the world size.
 
         Args:
-            call: gets the generation's number and cause, its world size and the one before (0 at first), and what it
-                has cost. It is called on every rank, newcomers too, with the process group there and the state that of
-                the same step: the place to make subgroups, or to adapt a learning rate.
+            call: a function of one argument, a `Change` with the attributes `generation` (its number), `cause` (why
+                the membership has changed, in words), `world_size`, `world_size_before` (0 if there was no world
+                before), `pause_s` (seconds since the last step, or None) and `steps_lost` (steps that are made again).
 
-        Raises TypeError for what can't be called.
+        Raises TypeError if `call` can't be called.
         """
         if not callable(call):
             raise TypeError(explain("not a function", "on_change", got=repr(call), expected="a function of one Change"))
         self._world.on_change.append(call)
 
     def step(self) -> AbstractContextManager[None]:
-        """One step, or one micro-batch of it: `with loop.step(): ...`. This is what lets a process live on.
+        """A block for one step, or for one micro-batch of a step: `with loop.step(): ...`.
 
-        When the membership changes in the middle of it, the block is left at the line that failed, what it did is
-        undone, and the step is done again in the new world: the loop gives its batch, or its number, once more.
-        Put all that belongs to the step inside. Code between this block and the loop's end runs after a try that is
-        undone, too; `loop.complete` is false there.
+        With this block a process survives the loss of another one. When a rank is lost, the block ends at the line that
+        failed, and its effects are undone. This process goes on in the next generation, and the loop gives the script
+        the same batch, or the same number, again.
 
-        Raises ConfigError outside of `epochs`, for a block in a block, for a second block with the same batch, and when
-        an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete. After
-        an exception that has left the block `batches` and `steps` raise RuntimeError when the script goes on.
+        Put everything that belongs to the step inside: forward, backward, `optimizer.step()`, `zero_grad()` and
+        `scheduler.step()`. Code after the block, in the loop's body, also runs after a try that was undone. Guard it by
+        `if loop.complete:`.
+
+        Raises ConfigError outside of `epochs` and `steps`, for a block inside of a block, for a second block with the
+        same batch, and when an optimizer steps outside of the block; RuntimeError when an optimizer steps before the
+        global batch is complete. If an exception has left the block, and the script goes on, `batches` and `steps`
+        raise RuntimeError.
         """
         self._tracker.request()
         return _Step(self)
 
     def _step_begins(self) -> None:
+        """Enter the block of a step, and note the state to which the step can be undone."""
         tracker, takes_over = self._tracker, bool(self._world.moves)
         if tracker.untrained and not takes_over:
             self._state.ledger.take_back()
@@ -460,17 +545,20 @@ class Loop:
         validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not tracker.has_batch:
             self._begin(WHOLE)
+        # What the script has changed on the way from an undone try to here does not count.
         self._undo.forget_between()
-        if self._is_only:  # A newcomer could not know which of several loops the others are in.
+        # A newcomer could not know which of several Loops the others are in. So only the first one goes on in place.
+        if self._is_only:
             self._world.in_place.begin(self._loader if tracker.has_batch else None, self._state.sampler)
         self._undo.in_step = tracker.uses_blocks = True
         tracker.repeats = tracker.number_repeats = False
-        if not self._undo.open:  # Else this is another micro-batch of it.
+        # If a step is open, this is another micro-batch of it. A step is undone as a whole, with all of its batches.
+        if not self._undo.open:
             self._state.passed.body = True
             self._undo.note()
 
     def _pass_on(self) -> None:
-        """The script asks for another step and draws its data itself: the step before is finished."""
+        """Note that the script asks `steps` for the next number: the step before is finished."""
         if self._tracker.slice is not None:
             self._pass_step()
         if self._tracker.awaits_boundary:
@@ -478,10 +566,15 @@ class Loop:
             self._boundary()
 
     def _step_ends(self, error: BaseException | None) -> bool:
-        """End the block. Returns whether `error` is swallowed, because the step will be done again."""
+        """End the block of a step. Returns whether `error` is swallowed, because the step is undone and made again.
+
+        Args:
+            error: the exception that has left the block, if any.
+        """
         self._undo.in_step = False
         tracker, part = self._tracker, self._tracker.slice
         assert part is not None, "a step has begun"
+        # Where an optimizer has stepped, `_before_optimizer` has looked already.
         if error is None and part.last and not self._undo.stepped:
             error = self._unconfirmed()
         if error is None:
@@ -495,25 +588,32 @@ class Loop:
             self._interrupted()
             tracker.error = error
             return False
+        # The error comes from a lost peer. Undo the step before the ranks meet, because each of them says there which
+        # step it has finished and whether its state is whole.
         self._weighting.end()
         tracker.undo()
         self._world.undo_step()
         self._world.evaluations.repeat_from_first()
-        error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
+        # The traceback holds the frames of the step, and with them works of the old group.
+        error.__traceback__ = None
         self._world.go_on()
-        # Others have finished the step, and evaluate: this rank goes on as if it had, until it comes to them there.
+        # Other ranks have finished the step, and are in an evaluation. This rank's script goes on as after the step, so
+        # that it comes to them.
         tracker.completed = bool(self._world.evaluations.awaited)
-        # After that, because what goes back at the next try is the state that all ranks have now.
+        # Noted after `go_on`: what is put back at the next try is the state that all ranks have now.
         self._undo.note_between(whole=tracker.completed)
         return True
 
     def _forget_between(self) -> None:
-        """Another try begins, unless others are in an evaluation that this rank has not come to."""
+        """Undo what the script has changed since the last try of a step.
+
+        Not while other ranks are in an evaluation that this rank still comes to: that is undone there.
+        """
         if not self._world.evaluations.awaited:
             self._undo.forget_between()
 
     def _unconfirmed(self) -> BaseException | None:
-        """Why a step without an optimizer's step cannot be trusted; None if it can."""
+        """The error of a collective that the script has caught in a step without an optimizer's step; None if none."""
         try:
             if self._undo.sees:
                 self._world.in_place.check_caught()
@@ -524,24 +624,31 @@ class Loop:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """A part of the script that is no training: `with loop.pause("export"): ...`. Nothing in it is weighted.
+        """A block for a part of the script that is no training: `with loop.pause("export"): ...`.
+
+        A pause is never taken for a hang: after `--hang-timeout` the agent prints where each rank stands, and waits on.
+        Gradients are not weighted in the block.
+
+        When a collective in the block loses a rank, the error leaves the block, and ends this process. Before that the
+        process hands its newest step over, as the state was when the pause began. Neither the rest of the pause nor
+        what follows it in the loop's body is made again, unless the pause lies before or after the batches of an epoch.
+        For collectives use `evaluate`, in which the process lives on.
 
         Args:
-            why: what the script does in it, in a word or two.
+            why: what the script does in the block, in a word or two. Lines about the pause show this.
 
-        It is never taken for a hang: after --hang-timeout the agent prints where each rank stands, and waits on.
-        When a collective in it loses a peer, the error leaves the block, and this process hands over its newest step
-        before it ends. `evaluate` does not end then.
-
-        Raises ConfigError outside of `epochs`.
+        Raises ConfigError outside of `epochs` and `steps`.
         """
         self._tracker.check("pause")
-        if self._page.pausing_ns:  # It is a part of the pause around it.
+        # A pause in a pause is a part of the outer one.
+        if self._page.pausing_ns:
             yield
             return
         self._pass_block()
-        # What the block changes is not handed over: weights may be those of an average, for as long as it lasts.
+        # Before and after an epoch's batches the state of the position is noted already: a restart comes here again.
         repeated = self._undo.outside is not None
+        # Between two steps it is noted here. What the block changes must not be handed over: the weights may be those
+        # of an average until the block ends.
         among = not repeated and self._is_between
         if among:
             self._leave_batches(known=True)
@@ -557,6 +664,7 @@ class Loop:
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
+        """Tell the agent to expect no steps in this block, and weight no gradients in it."""
         self._weighting.end()
         self._page.stepping = 0
         self._page.pausing_ns = time.monotonic_ns()
@@ -570,22 +678,35 @@ class Loop:
                 self._page.stepping = 1
 
     def evaluate(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """The result of `function(*args, **kwargs)`, which is no training: `loss = loop.evaluate(validate, model)`.
+        """Call `function(*args, **kwargs)`, which is no training, and return its result.
 
-        When a collective in it loses a peer, the survivors call it again, all together in the new world: also those
-        that had their result already, which all get then. So all ranks must call it after the same step, it must begin
-        anew when it is called again (give it a loader, not an iterator), change nothing for good but by its result, and
-        have the same result on all ranks. Weights that it exchanges for the time of the call, as for those of an
-        average, hinder that: then and before the first step it is as in `pause`, of which all else holds as well. After
-        a try that is done again it calls nothing, and returns what it has returned after the step before.
+        Use it as `loss = loop.evaluate(validate, model, loader)`, after the block of a step or after the batches of an
+        epoch. When a collective in the function loses a rank, the processes that survive undo the call, and call the
+        function again, all together in the new world. Ranks that had their result already take part as well. All ranks
+        get one result: that of a rank that had it before, if any.
+
+        So the function and its calls must be such that:
+
+        - All ranks call it after the same step: decide by `loop.steps_done` and `loop.complete`.
+        - It begins anew when it is called again: give it a loader, not an iterator.
+        - It changes nothing for good, except by its result.
+        - Its result is the same on all ranks, and has only numbers, texts and tensors, and lists, tuples or dicts of
+          them. Any other result is not given to other ranks.
+
+        It can't be undone if it exchanges the weights of the model for the time of the call, as for those of an
+        average, nor before the first step. Then the loss of a rank ends this process as in `pause`. As a pause it is
+        never taken for a hang.
+
+        After a step that was undone and will be made again, this does not call the function. It returns what it
+        returned after the step before.
 
         Args:
-            function: what to call, outside of a step: after it, or after the batches of an epoch.
-            *args: for it.
-            **kwargs: for it.
+            function: what to call.
+            *args: the function's arguments.
+            **kwargs: the function's named arguments.
 
-        Raises what `function` raises; TypeError if it is none; ConfigError outside of `epochs`, in the block of a step,
-        and after a try that is done again where it was not called after the step before.
+        Raises what `function` raises; TypeError if it can't be called; ConfigError outside of `epochs` and `steps`, in
+        the block of a step, and after a step that was undone if it was not called after the step before.
         """
         self._tracker.check("evaluate")
         validation.check_outside(in_step=self._undo.in_step, function=function)
@@ -602,10 +723,16 @@ class Loop:
         return result
 
     def _known_result(self, *, at_head: bool) -> list[Any] | None:
-        """The result, in a list, of an evaluation that is not to be called again; None of one that is to be called."""
+        """The result of an evaluation that must not be called now, in a list; None if it is to be called.
+
+        Args:
+            at_head: whether the script is at the head of an epoch's body.
+        """
         tracker, evaluations = self._tracker, self._world.evaluations
         if evaluations.awaited:
             tracker.follow_others()
+        # The other ranks have passed this head, or all had before the restart: its evaluations return what they
+        # returned then.
         elif at_head and tracker.head_repeats:
             kept = self._state.passed.result(tracker.next_of_head())
             validation.check_at_head(comes_alone=kept is None and bool(self._world.moves))
@@ -617,6 +744,7 @@ class Loop:
         return None
 
     def _evaluated(self, call: Callable[[], Result], what: str) -> Result:
+        # Where it could not be made again, it is a pause.
         if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
             with self.pause(what):
                 return call()
@@ -624,13 +752,15 @@ class Loop:
         return result
 
     def _pass_block(self) -> None:
-        """The body goes on behind the block of a step, so no `break` has left that: its step counts, as when the
-        next one is asked for, whether an optimizer has stepped or not."""
+        """Count the step whose block has ended, if any, because the body goes on behind that block.
+
+        So no `break` has left the block, and the step counts whether an optimizer has stepped or not.
+        """
         if self._tracker.is_finished and not self._undo.in_step:
             self._pass_step()
 
     def _pass_step(self) -> None:
-        """The step of the block counts. In `steps` the boundary after it is still to come."""
+        """Count the step of the block. In `steps` the boundary after it is still to come."""
         self._settle(passed=True)
         self._tracker.awaits_boundary = not self._tracker.has_batch
 
@@ -646,6 +776,7 @@ class Loop:
     # The boundary
 
     def _begin(self, share: BatchSlice) -> None:
+        """Begin a batch, whose part of the global batch is `share`."""
         self._tracker.begin(share)
         self._undo.stepped = False
         self._undo.outside = None
@@ -655,7 +786,11 @@ class Loop:
             self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 
     def _settle(self, *, passed: bool = False) -> None:
-        """End the present batch, if any. Its step counts if the next one is asked for, or the optimizer has stepped."""
+        """End the present batch, if any. Its step counts if an optimizer has stepped, or with `passed`.
+
+        Args:
+            passed: whether the script has gone on behind the batch, and has not left it by `break`.
+        """
         part = self._tracker.end()
         if part is not None:
             self._weighting.end()
@@ -665,7 +800,10 @@ class Loop:
             self._undo.put_back_gradients()
 
     def _count(self) -> None:
-        """Count the finished step: position, sampler, report. Nothing here can fail or wait."""
+        """Count the finished step in the position, in the sampler and on the status page.
+
+        Nothing here can fail or wait, so no step is ever half counted.
+        """
         if isinstance(self._state.sampler, ElasticBatchSampler):
             self._state.sampler.advance()
         elif self._state.sampler is not None:
@@ -678,9 +816,10 @@ class Loop:
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
 
     def _boundary(self) -> None:
-        """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
+        """Save what is due between two steps, and stop if the agents have agreed that all workers stop here."""
         self._world.evaluations.pass_boundary()
-        # Not before a script with an optimizer has made a step: what it has passed it may have read ahead.
+        # A script that has an optimizer and has passed batches without a step may have read them ahead. Nothing is
+        # saved then, because the position counts steps that nobody has trained.
         if not (self._tracker.untrained and self._undo.sees):
             self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
@@ -694,7 +833,13 @@ class Loop:
             self._state.numbers.begin_step(self._state.position)
 
     def _hand_over(self, total: int) -> None:
-        """All workers stop after this step: go on in place, or leave the state to the agent and end."""
+        """Stop with all workers after this step: go on in place, or leave the state to the agent and end.
+
+        Args:
+            total: the number of the step.
+
+        Raises Handover where this process ends.
+        """
         in_place = self._world.in_place
         if self._page.save:
             self._saving.last()
@@ -708,15 +853,20 @@ class Loop:
         raise handover.leave(total)
 
     def _interrupted(self) -> None:
-        """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
+        """Note that an exception has left the batch.
+
+        Its step does not count. If an optimizer has stepped in that step, the Loop is broken.
+        """
         self._weighting.end()
         self._tracker.break_off(stepped=self._undo.stepped)
         if self._undo.open and not self._undo.stepped:
             self._undo.put_back_gradients()
 
     def _before_optimizer(self, *_: Any) -> None:
-        # Between two optimizers the state is that of no step. If nothing was exchanged since the first, the second one
-        # needs no peer any more.
+        """Check that an optimizer may step now. An error that is raised here prevents that."""
+        # An optimizer must not use the result of a collective that has failed. A second optimizer of the step is let
+        # through if nothing was exchanged since the first: between the two the state is that of no step, and ending
+        # there would leave this rank without one.
         if self._undo.has_communicated:
             if self._undo.in_step:
                 self._world.in_place.check_caught()

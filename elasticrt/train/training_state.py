@@ -1,4 +1,7 @@
-"""What a Loop saves and restores: the script's objects, the position, random numbers, variables."""
+"""Collects and puts back the state of a Loop: the script's objects, the position, random numbers and variables.
+
+The same state goes into checkpoints, into copies in memory, and to newcomers and ranks that are behind.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,20 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
+# The parts that each saved state of a Loop has besides the script's objects.
 _OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "passed", "habits"}
 
 
 @dataclass
 class Habits:
-    """What steps of the script have done, and a newcomer could not know before its first one: see `undo.Undo`.
+    """What the steps of the script have been seen to do, so that `undo.Undo` copies the right things.
 
-    `communicates_late`: collectives after the first optimizer began. `early_parameters`, `early_objects`: which of
-    `TrainingState.parameters`, and of its objects, they have changed before that.
+    A part of the state, because a newcomer could not know this before its first step.
+
+    Attributes:
+        communicates_late: whether a step has begun collectives after its first optimizer began.
+        early_parameters: which of `TrainingState.parameters`, by number, a step has changed before that.
+        early_objects: which of the script's objects, by name, a step has changed before that.
     """
 
     communicates_late: bool = False
@@ -37,12 +45,14 @@ class Habits:
 
 @dataclass
 class Passed:
-    """How much of the script's code between two steps is in the state already. Whoever restores it runs that again.
+    """Which of the script's code between two steps has its effects in the state already.
+
+    A process that restores the state, or takes it over, runs this code once more. The second run must not count.
 
     Attributes:
-        head: whether the head of the epoch's body, before `batches`.
-        body: whether the body of the coming step, before its block.
-        results: of the evaluations in that head. None for one that can't be saved, else the result in a list.
+        head: whether the head of the epoch's body (the code before `batches`) is in the state.
+        body: whether the body of the coming step, as far as its block, is in the state.
+        results: the results of the evaluations in that head, each in a list; None for one that can't be saved.
     """
 
     head: bool = False
@@ -59,10 +69,29 @@ class TrainingState:
     """The state of one Loop.
 
     Args:
-        objects: as given to the Loop, by name; `sampler`: the Loop's.
-        seed: of the random numbers of each step.
-        ledger: the directory of the ledger.
-        shown: the checkpoint directory in the script's words, for errors.
+        objects: the objects given to the Loop, by name.
+        sampler: the sampler of the Loop; None without one.
+        seed: the seed of the random numbers of each step; None without one.
+        ledger: the directory of the ledger; None without one.
+        shown: the checkpoint directory as the script has given it, for errors.
+
+    Attributes:
+        objects: the script's objects by name, modules without their wrappers.
+        sampler: the sampler of the Loop.
+        position: between which two steps the training stands.
+        numbers: the random numbers.
+        ledger: notes which samples each step trains.
+        vars: the script's own plain values.
+        habits: what the steps have been seen to do.
+        passed: which code between two steps is in the state.
+        whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
+            step is half done.
+        batch_size: the samples in a rank's batch, where the sampler does not know that: those of this loader, at first
+            those of the other ranks. None if not known.
+        begun: the epoch whose batches have begun in this process. A loader draws a random number when it begins, and
+            that is in the state then.
+        begins_late: whether the state comes from an epoch whose batches had begun, and have not begun in this process.
+        accumulates: whether gradients of earlier steps count, because an optimizer has not stepped since.
 
     Raises TypeError and ConfigError for what can't be saved.
     """
@@ -75,39 +104,37 @@ class TrainingState:
         ledger: str | os.PathLike[str] | None,
         shown: str,
     ) -> None:
-        self.objects = stateful.checked(objects)  # The script's objects by name, modules without their wrappers.
+        self.objects = stateful.checked(objects)
         self.sampler = sampler
-        self.position = Position()  # Between which two steps the training stands.
-        self.numbers = rng_state.RngState(seed)  # The random numbers.
-        self.ledger = Ledger(ledger, sampler)  # Notes which samples each step trains.
-        self.vars: dict[str, Any] = {}  # The user's own plain values.
+        self.position = Position()
+        self.numbers = rng_state.RngState(seed)
+        self.ledger = Ledger(ledger, sampler)
+        self.vars: dict[str, Any] = {}
         self.habits = Habits()
-        # Whether the objects have the state after the last step of `position`. False for a newcomer, and while a step
-        # is half done.
         self.whole = True
-        # Samples in a rank's batch, where the sampler does not know: the loader's, at first those of the other ranks.
         self.batch_size: int | None = None
-        # The epoch whose batches have begun here: a loader then draws a random number, which is in the state.
         self.begun: int | None = None
-        # Whether the state is of an epoch whose batches had begun before it was put back, and have not begun here.
         self.begins_late = False
         self.passed = Passed()
-        # Whether gradients of earlier steps count, because an optimizer has not stepped since.
         self.accumulates = False
         self._shown = shown
 
     def samples(self) -> int:
-        """Samples that the run has trained on, over all epochs; 0 without a sampler."""
+        """How many samples the run has trained, over all epochs; 0 without a sampler."""
         return 0 if self.sampler is None else self.sampler.trained
 
     def settings(self) -> dict[str, Any]:
-        """Those of the sampler; empty without one."""
+        """The settings of the sampler, which all ranks must have alike; empty without a sampler."""
         return {} if self.sampler is None else self.sampler.settings()
 
     def compare(self, worker: WorkerEnv, **more: int) -> None:
-        """Refuse a sampler that is not that of most ranks. Collective. Raises CheckpointError, MisfitError.
+        """Refuse a sampler whose settings differ from those of most ranks. Collective.
 
-        `more`: of the loader's settings.
+        Args:
+            worker: the seat of this process.
+            **more: settings of the loader that have to be alike as well.
+
+        Raises CheckpointError on all ranks; MisfitError, and only on a rank that differs, when the run has trained.
         """
         mine = json.dumps([worker.node, {**self.settings(), **more}]).encode()
         everyones = [json.loads(each) for each in collectives.gather_bytes(mine)]
@@ -115,7 +142,10 @@ class TrainingState:
         validation.check_same_samplers(everyones, rank, has_trained=worker.generation > 1)
 
     def collect(self, **more: Any) -> dict[str, Any]:
-        """All of it by name. `more` is added to our own part."""
+        """The whole state by name: of each object, and under the name OURS elasticrt's own part.
+
+        The result is not copied: its tensors are those of the objects. `more` is added to elasticrt's own part.
+        """
         habits = self.habits
         ours = {
             "position": self.position._asdict(),
@@ -132,7 +162,7 @@ class TrainingState:
         return {**stateful.collect(self.objects), stateful.OURS: ours}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
+        """Go on from `data`, a result of `collect` that was saved. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
         if not isinstance(ours, dict) or not set(ours) >= _OURS:
             got, remedy = sorted(map(str, data)), "Use another directory"
@@ -146,7 +176,7 @@ class TrainingState:
         self.numbers.restore(ours["rng"], self.position.steps)
 
     def take_over(self, data: dict[str, Any]) -> None:
-        """Go on from `data`, another rank's result of `collect`. Raises MisfitError when it does not fit."""
+        """Go on from `data`, a result of `collect` on another rank. Raises MisfitError when it does not fit."""
         ours = data[stateful.OURS]
         try:
             self._put_back(data, "another rank's state", shared=False)
@@ -157,11 +187,21 @@ class TrainingState:
         self.batch_size = ours["batch_size"]
 
     def check_batches(self, batch_size: int) -> None:
-        """A newcomer's loader has such batches. Raises MisfitError where those of the others in this epoch are not."""
+        """Compare a newcomer's loader, whose batches have `batch_size` samples, with those of the other ranks.
+
+        Raises MisfitError in the middle of an epoch that the other ranks train with another size.
+        """
         if self.position.batches and self.settings() and batch_size != self.batch_size:
             raise _misfit(f"a loader with batch_size={batch_size} here, and {self.batch_size} on other ranks")
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
+        """Load a result of `collect`.
+
+        Args:
+            data: the result.
+            where: the name of `data` in errors.
+            shared: whether the tensors of `data` lie in memory that all ranks of this machine share, and are copied.
+        """
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
         if (ours["sampler"] is None) != (self.sampler is None):
             had = "without" if ours["sampler"] is None else "with"
@@ -182,24 +222,35 @@ class TrainingState:
         self.habits = Habits(late, set(parameters), set(objects))
 
     def put_vars(self, named: dict[str, Any], values: dict[str, Any]) -> None:
-        """Give `vars` the `values`. Containers and tensors stay the objects that `named` has: scripts hold some."""
+        """Give `vars` the `values`, by name.
+
+        Lists, dicts, sets and tensors stay the same objects, with new contents: the script may have a name of its own
+        for one of them.
+
+        Args:
+            named: the objects to keep, by name.
+            values: the values to put into them.
+        """
         put = {name: _put(named[name], each) if name in named else each for name, each in values.items()}
         self.vars.clear()
         self.vars.update(put)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those of all modules, in order."""
+        """The parameters of all modules, in order. `Habits` numbers them in this order."""
         modules = (each for each in self.objects.values() if isinstance(each, torch.nn.Module))
         return [each for module in modules for each in module.parameters()]
 
     def drop_gradients(self) -> None:
-        """Let go of all gradients. They may be views of a bucket that a work of an old group still writes into."""
+        """Let go of all gradients.
+
+        They may be views of a bucket into which a work (a queued collective) of an old group still writes.
+        """
         for each in self.parameters():
             each.grad = None
 
 
 def _put(old: Any, new: Any) -> Any:
-    """`old` with the contents of `new`, if it can have them; else `new`."""
+    """`old` with the contents of `new`, if `old` can hold them; else `new`."""
     if isinstance(old, list) and isinstance(new, list):
         old[:] = [*map(_put, old, new), *new[len(old) :]]
     elif isinstance(old, dict) and isinstance(new, dict):
@@ -218,11 +269,14 @@ def _put(old: Any, new: Any) -> Any:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the numbers of `other` can be copied into `one`."""
     same = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return same and not one.requires_grad  # One with a graph behind it is replaced.
+    # A tensor that is part of an autograd graph is replaced: writing to it would spoil a backward.
+    return same and not one.requires_grad
 
 
 def _misfit(error: object) -> MisfitError:
+    """The error that makes a node leave whose script differs from the run's. `error` says how."""
     remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
     remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
     return MisfitError("this node's script differs from the run's", "Loop", got=error, remedy=remedy)

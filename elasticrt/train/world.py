@@ -258,7 +258,7 @@ class World:
                 if is_of_peer:
                     self.undo_step()
                 self._undo.open = False
-                # Not whole: the evaluation has changed weights, as for an average, and there is no copy of the old ones.
+                # Not whole: the evaluation has changed weights, as for an average, and there is no copy of them.
                 undone = is_of_peer and self._state.whole
                 if not (undone and self.in_place.lost(error, self._state.position.steps, in_step=True)):
                     self.evaluations.at = 0
