@@ -1,4 +1,7 @@
-"""The batches of an epoch that are still to train, each with this rank's slice of the global batch."""
+"""Draws the batches of an epoch that are still to train, each with this rank's slice of the global batch.
+
+Also checks that loader and sampler belong together: the sampler counts the samples that the loader draws.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
     """Refuse a loader that does not draw the batches of `sampler`. Raises TypeError, ConfigError."""
     if not isinstance(loader, Iterable):
         raise TypeError(explain("not iterable", "batches", got=type(loader).__name__, expected="a DataLoader"))
+    # A class around a loader, such as one that copies to the GPU. It must keep the order and the number of batches,
+    # which can't be checked here.
     if not isinstance(loader, DataLoader):
-        return  # A wrapper around a loader, such as one that copies to the GPU. It has to keep order and number.
+        return
     for used in samplers_of(loader):
         if isinstance(used, (ElasticBatchSampler, ElasticDistributedSampler)) and used is not sampler:
             remedy = "Give it to Loop(sampler=...), too"
@@ -37,17 +42,17 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[object, ...]:
-    """All that decide which samples `loader` draws: torch's BatchSampler has one in it."""
+    """All objects that decide which samples `loader` draws. Torch's BatchSampler has a further sampler in it."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
 
 
 def is_stream(loader: object, sampler: AnySampler) -> bool:
-    """Whether the samples come in an order that only the dataset knows."""
+    """Whether the samples come in an order that only the dataset knows, so that nobody can say which ones are left."""
     return sampler is None and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def rest_unknown(before: int, now: int) -> CheckpointError:
-    """The error where an epoch that `before` processes began is to go on with `now`, and its order is not known."""
+    """The error where an epoch of a stream (see `is_stream`) was begun by `before` processes, and there are `now`."""
     got = f"{now} processes, in the middle of an epoch that {before} began"
     remedy = "Resume with as many processes, use a map-style dataset and ElasticBatchSampler, or draw in loop.steps"
     what = "an IterableDataset can't be continued at another world size"
@@ -55,7 +60,10 @@ def rest_unknown(before: int, now: int) -> CheckpointError:
 
 
 def samples_per_batch(loader: object) -> int:
-    """Samples in a rank's batch, for a sampler that doesn't know. Raises ConfigError if the loader doesn't either."""
+    """How many samples a batch of `loader` has, for a sampler that does not know that.
+
+    Raises ConfigError if the loader does not know it either.
+    """
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int):
         what, remedy = "how many samples are in a batch?", "Use a DataLoader with batch_size, or ElasticBatchSampler"
@@ -66,13 +74,20 @@ def samples_per_batch(loader: object) -> int:
 def feed(
     loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
 ) -> Iterator[tuple[Any, BatchSlice]]:
-    """Each batch of `loader` with its slice of the global batch; without a sampler it is a whole one.
+    """Yield each batch of `loader` with its slice of the global batch: WHOLE without an ElasticBatchSampler.
 
-    `beginning` is entered while the loader begins its epoch and the first `skip` batches are dropped. Raises
-    ConfigError when loader and sampler end at different times.
+    Args:
+        loader: the loader.
+        sampler: the sampler of the Loop.
+        skip: how many batches to drop at the beginning.
+        beginning: entered while the loader begins its epoch and the dropped batches are drawn. It decides which random
+            numbers the loader draws then.
+
+    Raises ConfigError when loader and sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
     with beginning:
+        # The loader starts its worker processes here. They must not die of a signal that is meant for the agent.
         with sheltered():
             drawn = iter(loader)
         for _ in range(skip):

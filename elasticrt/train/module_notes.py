@@ -1,4 +1,7 @@
-"""What a step may change of modules besides their weights, as it was when the step began."""
+"""Notes what a step may change in modules besides their weights, and puts it back.
+
+Also finds the parameters whose weights a step has changed before its optimizer has stepped.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +12,52 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 _Buffers = dict[str, torch.Tensor | None]
+# The types of numbers for which torch computes a norm.
 _WITH_NORM = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 class ModuleNotes:
-    """Buffers, training modes, and which parameters are frozen: noted at each step, and put back.
+    """Buffers, training modes, and which parameters are frozen: noted when a step begins, and put back to undo it.
 
     Args:
-        modules: without their wrappers. They have their final shape when the first step begins.
+        modules: the modules of the Loop, without their wrappers. They must have their final shape when the first step
+            begins: their layers are listed only once.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
-        self._layers: list[torch.nn.Module] | None = None  # None before the first step.
-        self._owners: list[_Buffers] = []  # Their dicts of buffers.
+        # All layers of the modules; None before the first step. `_owners` has the dict of buffers of each layer.
+        self._layers: list[torch.nn.Module] | None = None
+        self._owners: list[_Buffers] = []
         self._parameters: list[torch.nn.Parameter] = []
-        self._hooks: list[RemovableHandle] = []  # After a backward.
-        # As noted last.
-        self._trains: list[bool] = []  # Whether each layer is in training mode.
-        self._learns: list[bool] = []  # Whether each parameter is not frozen.
-        self._versions: list[int] = []  # Torch's counts of the changes of all parameters.
-        self._norms: list[torch.Tensor | None] = []  # Those of all parameters; empty if it was not noted closely.
-        self._moved: set[int] = set()  # Parameters that were seen with another norm since.
-        self._bound: list[_Buffers] = []  # Which buffers each layer had, by name.
-        # Buffers and early parameters, and their copies, which are written anew at each step.
+        # The hooks that compare the norms in a backward.
+        self._hooks: list[RemovableHandle] = []
+        # As noted last: whether each layer is in training mode, and whether each parameter is not frozen.
+        self._trains: list[bool] = []
+        self._learns: list[bool] = []
+        # As noted last, for each parameter: torch's count of its changes, and its norm. No norms if it was not noted
+        # closely. `_moved` has the numbers of the parameters that were seen with another norm since.
+        self._versions: list[int] = []
+        self._norms: list[torch.Tensor | None] = []
+        self._moved: set[int] = set()
+        # As noted last: the buffers of each layer, by name.
+        self._bound: list[_Buffers] = []
+        # The buffers and early parameters, and their copies. The memory of the copies is used again at each step.
         self._copied: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def note(self, early: Collection[int], *, closely: bool = False, taken_back: bool = False) -> None:
-        """Note all of it, and the weights of the `early` parameters, by number.
+        """Note the present state of all modules, and copy the weights of the `early` parameters.
 
-        Torch does not count changes by way of `.data`. With `closely` these are found as well, by the norms of all
-        parameters, and with `taken_back` also those that were there in a backward only. That takes as long as reading
-        them all.
+        Args:
+            early: the numbers of the parameters that the script changes before its optimizer steps.
+            closely: whether to find changes by way of `.data` as well, which torch does not count. They are found by
+                the norms of all parameters, which takes as long as reading them all.
+            taken_back: with `closely`, whether to look in each backward as well. This finds a change that the script
+                takes back before its optimizer steps.
         """
         if self._layers is None:
-            # Once, as in DDP: walking through the modules takes longer than all the rest.
+            # Done only once, as in DDP: walking through the modules takes longer than all the rest.
             self._layers = [layer for module in self._modules for layer in module.modules()]
             self._owners = [layer._buffers for layer in self._layers]
             self._parameters = [each for module in self._modules for each in module.parameters()]
@@ -54,12 +67,14 @@ class ModuleNotes:
         self._look_no_more()
         if closely:
             self._norms = self._norms_now()
+            # One hook per module is enough: on its last parameter that is not frozen.
             for module in self._modules if taken_back else ():
                 for each in [each for each in module.parameters() if each.requires_grad][-1:]:
                     self._hooks.append(each.register_post_accumulate_grad_hook(self._look))  # type: ignore[no-untyped-call]
         self._bound = [dict(owner.items()) if owner else {} for owner in self._owners]
         copied = [each for owner in self._bound for each in owner.values() if each is not None]
         copied += [self._parameters[number] for number in sorted(early)]
+        # New memory only if other tensors are to be copied than at the step before.
         if len(copied) != len(self._copied) or not all(map(operator.is_, copied, self._copied)):
             self._copied, self._copies = copied, [each.detach().clone() for each in copied]
         elif copied:
@@ -67,7 +82,7 @@ class ModuleNotes:
                 torch._foreach_copy_(self._copies, copied)
 
     def changed(self) -> set[int]:
-        """The numbers of the parameters whose weights have changed since."""
+        """The numbers of the parameters whose weights have changed since `note`. Ends the close search."""
         if self._norms:
             self._look()
         now, moved = [each._version for each in self._parameters], self._moved
@@ -78,6 +93,7 @@ class ModuleNotes:
         return moved | {number for number, (before, after) in pairs if before != after}
 
     def _look(self, *_: object) -> None:
+        """Find the parameters whose norms have changed since `note`."""
         pairs = enumerate(zip(self._norms, self._norms_now(), strict=True))
         self._moved |= {number for number, (before, now) in pairs if before != now}
 
@@ -90,7 +106,7 @@ class ModuleNotes:
     @torch.no_grad()
     def _norms_now(self) -> list[torch.Tensor | None]:
         return [
-            # Those of bfloat16 numbers have three digits; whole numbers and smaller floats have no norm.
+            # A norm in bfloat16 would have only three digits. Whole numbers and floats of eight bits have no norm.
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32))
             if each.dtype in _WITH_NORM
             else None
@@ -98,7 +114,7 @@ class ModuleNotes:
         ]
 
     def put_back(self) -> None:
-        """Go back to what was noted."""
+        """Put back all that `note` has noted."""
         for owner, bound in zip(self._owners, self._bound, strict=True):
             _bind(owner, bound)
         for layer, trains in zip(self._layers or (), self._trains, strict=True):
@@ -113,8 +129,12 @@ class ModuleNotes:
 
 
 def _bind(owner: _Buffers, bound: _Buffers) -> None:
-    """Give a layer the buffers again that it had: a forward may do `self.mean = 0.9 * self.mean + 0.1 * x.mean()`."""
-    for name in set(owner.keys()).difference(bound):  # A ScriptModule's is no dict.
+    """Give a layer the buffers that it had, `bound`, by name. `owner` is the layer's dict of buffers.
+
+    A forward may put another tensor in the place of a buffer: `self.mean = 0.9 * self.mean + 0.1 * x.mean()`.
+    """
+    # `owner.keys()`, because the dict of a ScriptModule is no real one.
+    for name in set(owner.keys()).difference(bound):
         del owner[name]
     for name, tensor in bound.items():
         if name not in owner or owner[name] is not tensor:

@@ -1,4 +1,7 @@
-"""What belongs to a Loop's modules and was not given to it, so that newcomers would have another one."""
+"""Finds objects that belong to a Loop's modules and were not given to the Loop.
+
+Checkpoints lack their state, and so do newcomers, which would go on with a fresh optimizer or scheduler.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,35 @@ _MARK = "elasticrt's mark"
 
 
 def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
-    """A DDP module, an optimizer or a scheduler that is not among the `given` objects, in words; "": there is none.
+    """A DDP module, an optimizer or a scheduler that was not given to the Loop, in words; "" if there is none.
 
-    `layers`: the DDP modules among them. What a given object has as an attribute, and saves, is known: a scheduler in a
-    SequentialLR, for example.
+    Only an optimizer of the given modules' parameters counts, and only a scheduler of a given optimizer. An object
+    inside of a given one counts as given if the given one saves its state: a scheduler in a SequentialLR, for example.
+
+    Args:
+        given: the objects given to the Loop.
+        layers: the DDP modules among them.
     """
     known, alive = [id(each) for each in layers], _alive()
     if any(issubclass(type(each), DDP) and id(each) not in known for each in alive):
         return "there is a DDP module that was not given to the Loop"
     found = _stranger(given, alive)
     if found:
+        # The script may have let go of the object, and only a cycle of references keeps it until the next collection.
         del alive
-        gc.collect()  # It may be one that the script has let go of, in a cycle.
+        gc.collect()
         found = _stranger(given, _alive())
     return f"{found} was not given to the Loop: give it, or newcomers and checkpoints lack its state" if found else ""
 
 
 def _alive() -> list[object]:
     """All DDP modules, optimizers and schedulers of this process."""
-    # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
+    # `isinstance` asks an object for its `__class__`. Some of a process's objects run code when they are asked for it.
     return [each for each in gc.get_objects() if issubclass(type(each), (DDP, torch.optim.Optimizer, *_SCHEDULERS))]
 
 
 def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
+    """An optimizer or a scheduler among the objects that are `alive` that was not given, in words; "" if none."""
     modules = [each for each in given if isinstance(each, torch.nn.Module)]
     parameters = {id(each) for module in modules for each in module.parameters()}
     known: set[int] = set()
@@ -60,7 +69,7 @@ def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
 
 
 def _parts(holder: object) -> list[object]:
-    """The schedulers in a given scheduler, and both kinds in any other object, such as one around an optimizer."""
+    """The schedulers in a given scheduler. In any other object, such as a class around an optimizer, both kinds."""
     if isinstance(holder, _SCHEDULERS):
         return _attributes(holder, _SCHEDULERS)
     return _attributes(holder, (torch.optim.Optimizer, *_SCHEDULERS))

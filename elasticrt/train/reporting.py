@@ -1,4 +1,7 @@
-"""What a training process reports to its agent: each step on the status page, some in a message. Nothing here waits."""
+"""Reports the steps of a training process to its agent: each one on the status page, some in messages.
+
+Nothing here waits for the agent.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,31 @@ from elasticrt.distributed.wrapping import ddp_layers
 from elasticrt.errors import explain
 from elasticrt.ipc.messages import Step
 
+# The least time between two messages, and between two reads of the script's numbers.
 _REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
+# How many numbers of the script are kept, and how long their names may be.
 _SCALARS_MAX = 64
 _NAME_MAX = 64
-# About so often a wait is measured: on a GPU the timers wait for its work, which costs as much as a read scalar.
+# The time between two measurements of the waiting for other ranks, about. On a GPU, DDP's timers wait for the GPU's
+# work, which costs as much as reading one of the script's numbers.
 _MEASURE_NS = 2_000_000_000
-# DDP's own choice: one step in so many.
+# At least one step in so many is measured. This is the rate that DDP itself uses.
 _SAMPLE_MAX = 100
-# The first iterations of a new reducer, which take longer than usual.
+# The first iterations of a new reducer take longer than usual, and do not count.
 _WARM_UP = 4
 
 
 class Reporter:
-    """Reports every step on the page, and in messages the first of the process, then at most four a second.
+    """Reports every step on the status page. A message reports the first step of the process, then four a second.
 
-    The user's numbers are kept as they came and read at most once a second, because reading a number from a GPU waits
-    for all work that is queued there. How long this rank waits for the gradients of others is told by the timers of the
-    DDP modules among the Loop's `objects`, which measure some of the steps.
+    The script's numbers are kept as they came, and read at most once a second, because reading a number from a GPU
+    waits for all work that is queued there. How long this rank waits for the gradients of other ranks is measured in
+    some of the steps, by the timers of the DDP modules.
 
-    `samples` counts the samples of the data set that the run has trained on.
+    Args:
+        objects: the objects given to the Loop, the DDP modules among them.
+        samples: counts the samples of the dataset that the run has trained.
     """
 
     def __init__(self, objects: Iterable[object], samples: Callable[[], int]) -> None:
@@ -42,19 +50,25 @@ class Reporter:
         self._resumed_from = 0
         self._first = True
         self._next_ns = 0
-        self._untold: tuple[int, int, int] | None = None  # The last step, if it is not told: with epoch and time.
-        # The user's numbers: as they came, and as they were read last.
+        # The last step, its epoch and its end, if no message has reported it; else None.
+        self._untold: tuple[int, int, int] | None = None
+        # The script's numbers: as they came, and as they were read last.
         self._kept: dict[str, float | torch.Tensor] = {}
         self._scalars: dict[str, float] = {}
         self._scalars_at_ns = -_READ_NS
-        # The modules with timers, and the iteration that each had measured at the last look.
+        # The DDP modules, and the iteration that each of them had measured at the last look at the timers.
         self._layers: list[Any] = list(ddp_layers(objects))
         self._measured: dict[int, int] = {}
+        # When the next look is due.
         self._waits_at_ns = 0
-        self._step, self._step_at_ns = 0, 0  # At that look.
+        # The last step, and its end, at the last look.
+        self._step, self._step_at_ns = 0, 0
 
     def keep(self, scalars: Mapping[str, float | torch.Tensor]) -> None:
-        """Replace the user's numbers of these names. Raises TypeError for a value that is not one number."""
+        """Keep the script's numbers, by name, in place of earlier ones of these names.
+
+        Raises TypeError for a value that is not one number.
+        """
         for name, value in scalars.items():
             if not isinstance(value, (int, float, torch.Tensor)):
                 what, expected = f"{name} is not a number", "a number or a tensor"
@@ -66,7 +80,7 @@ class Reporter:
             self._kept.popitem()
 
     def begin(self, step: int) -> None:
-        """This process has the state after `step`, and is about to draw the next batch."""
+        """Report that this process has the state after `step`, and is about to draw the next batch."""
         agent_client.show_stacks()
         self._resumed_from = step
         self._first, self._next_ns = True, 0
@@ -74,10 +88,11 @@ class Reporter:
         self._page.entered = step + 1
 
     def finished(self, step: int, epoch: int) -> None:
-        """This process has finished `step`. `entered` is written last, because it announces the next step."""
+        """Report that this process has finished `step`, which belongs to `epoch`."""
         now_ns = time.monotonic_ns()
         self._page.samples = self._samples()
         self._page.finished(step, now_ns)
+        # Written last, because it announces that the next step has begun.
         self._page.entered = step + 1
         self._untold = (step, epoch, now_ns)
         if not self._link.linked or now_ns < self._next_ns:
@@ -91,12 +106,13 @@ class Reporter:
         self._tell(*self._untold)
 
     def end(self) -> None:
-        """No step follows: the last one is told, with the user's numbers as they are."""
+        """Report the last step in a message, with the script's present numbers, because no step follows."""
         if self._link.linked and self._untold is not None:
             self._read_scalars(time.monotonic_ns())
             self._tell(*self._untold)
 
     def _tell(self, step: int, epoch: int, at_ns: int) -> None:
+        """Report a step in a message. If the socket has no room, the report of a later step takes its place."""
         if self._link.post(Step(step, epoch, at_ns, self._resumed_from, self._first, dict(self._scalars))):
             self._first, self._untold = False, None
 
@@ -105,9 +121,10 @@ class Reporter:
         self._scalars = {name: float(value) for name, value in self._kept.items()}
 
     def _read_waits(self) -> None:
-        """Add what was measured since the last call to the page's totals."""
+        """Add the waits that were measured since the last call to the totals on the status page."""
         page, waited_ns, new = self._page, 0, False
         steps, took_ns = page.step - self._step, page.step_at_ns - self._step_at_ns
+        # Let DDP measure one step in as many as were made in about _MEASURE_NS.
         if self._step_at_ns and took_ns > 0:
             for layer in self._layers:
                 rate = max(1, min(_SAMPLE_MAX, _MEASURE_NS * steps // took_ns))
@@ -118,6 +135,7 @@ class Reporter:
             iteration = measured.get("iteration", 0)
             new = new or iteration not in (self._measured.get(number), *range(_WARM_UP))
             self._measured[number] = iteration
+            # The time that the exchange of gradients takes, without the part that overlaps with the backward.
             waited_ns += measured.get("backward_comm_time", 0) - measured.get("backward_compute_comm_overlap_time", 0)
         if new:
             page.waited_ns += max(0, waited_ns)

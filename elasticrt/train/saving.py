@@ -1,4 +1,7 @@
-"""When a Loop saves, and where: its checkpoint directory, the memory of this node's agent, or both from one copy."""
+"""Decides when a Loop saves, and saves: to the checkpoint directory, to the memory of this node's agent, or to both.
+
+Saves that are due at the same boundary share one copy of the state.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,23 @@ from elasticrt.train.training_state import TrainingState
 
 
 class Saving:
-    """The saves of one Loop. Raises TypeError, ValueError and ConfigError for arguments that can't be."""
+    """The saves of one Loop.
+
+    Args:
+        state: the state of the Loop.
+        directory: the checkpoint directory.
+        every: how often to save, as `SaveInterval.parse` reads it.
+        keep: how many checkpoints to keep.
+        memory: the share of the time that copies in memory may take; 0 for no copies.
+
+    Attributes:
+        checkpointer: saves to the directory.
+        memory_tier: keeps copies of the state in the memory of this node's agent.
+        run: the number of steps and checkpoints of the run over all of its directories, as far as known here.
+        is_first: whether this process is rank 0, which saves.
+
+    Raises TypeError, ValueError and ConfigError for arguments that are not allowed.
+    """
 
     def __init__(
         self, state: TrainingState, directory: str | os.PathLike[str], *, every: str, keep: int, memory: float
@@ -28,39 +47,46 @@ class Saving:
         worker = agent_client.worker_env()
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
-        self.run = run_of(worker)  # Steps and checkpoints over all of its directories, as far as is known here.
-        if not self.run.has_loop:  # What a Checkpointer has restored before counts no more.
+        self.run = run_of(worker)
+        # A Loop counts the run's steps. What a Checkpointer has restored before is only a label.
+        if not self.run.has_loop:
             self.run.has_loop, self.run.total = True, 0
         self._every = SaveInterval.parse(every)
         self._state = state
         self._page = agent_client.status_page()
+        # Position and time of the newest save; before the first save, those at which the loop began.
         self._saved = Position()
         self._saved_at = 0.0
         self.is_first = False
-        self._owes = False  # Whether a save is due at once, whatever the interval says.
+        # Whether a save is due at once, whatever the interval says.
+        self._owes = False
 
     def set_up_beside(self) -> None:
-        """Touch the memory of the first copy, which is taken soon after this process is let in: all wait for it."""
+        """Touch the memory for the first copy of the state, while no rank waits.
+
+        That copy is taken soon after the others have let this process in, and then all ranks wait for it.
+        """
         self.memory_tier.touch(self._state.collect(), self.checkpointer.snapshots.buffers)
 
     def begin(self) -> None:
-        """The loop begins at the position of the state."""
+        """Begin to count the interval, because the loop begins at the position of the state."""
         now = time.monotonic()
         self._saved, self._saved_at = self._state.position, now
-        # A state from a copy in memory is on no disk. The interval begins anew at each restart, so a run that fails
-        # more often than that would never save.
+        # A state that was restored from a copy in memory is on no disk, so it is saved at once. The interval begins
+        # anew at each restart, so a run that fails more often than that would never save.
         self._owes = self._owes or (self.is_first and self.checkpointer.adds(self._state.position.steps))
         self.memory_tier.begin(now, self.run.total)
 
     def has_state(self) -> None:
-        """The state is that of the generation that begins."""
+        """Note that the state is the one with which the generation begins."""
         self.is_first = collectives.rank_and_world()[0] == 0
         self._owes = self.is_first and (self._owes or self.checkpointer.lacks_head)
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process goes on as `worker`, in another generation."""
-        # A new rank 0 saves at once, because it does not know when the one before has saved: each interval is to have
-        # a checkpoint, however often rank 0 changes. A save in flight will be refused, or was: its generation is over.
+        """Go on as `worker`, the seat of this process in another generation."""
+        # A new rank 0 saves at once, because it does not know when the last rank 0 has saved: each interval is to have
+        # a checkpoint, however often rank 0 changes. The commit of a save in flight is refused, because its generation
+        # is over. So that save is due again.
         refused = self.checkpointer.snapshots.busy or self.checkpointer.missed
         self._owes = worker.rank == 0 and (self._owes or not self.is_first or refused)
         self.checkpointer.move(worker)
@@ -68,20 +94,25 @@ class Saving:
             self.memory_tier.left_alone()
 
     def between_steps(self) -> None:
-        """Save and copy what is due."""
+        """Save to disk what is due, and copy to memory what is due. Called between two steps."""
         now, position = time.monotonic(), self._state.position
         copy = self.memory_tier.due(now, self.run.total)
         save = self.is_first and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
         if save or copy:
             snapshots = self.checkpointer.snapshots
-            save = save and not snapshots.busy  # One at a time is saved, and kept as the next one's head.
+            # One save at a time: its commit becomes the head that the next one descends from. A save that is due while
+            # another one is in flight stays due.
+            save = save and not snapshots.busy
             if (save or copy) and snapshots.have_room:
                 self.take(save=save, copy=copy)
 
     def while_waiting(self, then: Callable[[], object]) -> None:
-        """No step comes for long: save what no checkpoint here holds, if this is rank 0, and call `then` after that.
+        """Save the state while the run waits for nodes, if this is rank 0 and no checkpoint here holds the state.
 
-        That is done by another thread, as a seat may come before.
+        The save is written by another thread, because the next seat may come at any time.
+
+        Args:
+            then: called when that is done, perhaps by another thread; at once if there is nothing to save.
         """
         if self.is_first and self.checkpointer.adds(self._state.position.steps):
             self.take(save=True, copy=False, then=then)
@@ -89,9 +120,13 @@ class Saving:
             then()
 
     def take(self, *, save: bool, copy: bool, patient: bool = False, then: Callable[[], object] = bool) -> None:
-        """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`.
+        """Copy the state as it is now. Another thread writes the copy.
 
-        `patient`: see `Checkpointer.to_disk`. `then` is called when all is done, perhaps by another thread.
+        Args:
+            save: whether to save to disk. Only on rank 0.
+            copy: whether to give the copy to the agent, to be kept in memory.
+            patient: whether to wait while etcd does not answer, see `Checkpointer.to_disk`.
+            then: called when all is done, perhaps by another thread.
         """
         since_ns = time.monotonic_ns()
         position, state, uses = self._state.position, self._state.collect(), []
@@ -109,9 +144,13 @@ class Saving:
         self._page.save_ns += time.monotonic_ns() - since_ns
 
     def last(self) -> None:
-        """The loop ends: save what is not saved yet, and wait for that. Raises as `Checkpointer.wait`."""
+        """Save what is not saved yet, because the loop ends, and wait for that.
+
+        Raises what `Checkpointer.wait` raises.
+        """
         self._state.ledger.end(self._state.position.steps)
         if self.is_first:
+            # Only after the save in flight it is known whether that one has failed.
             self._wait()
             if self._owes or self._state.position != self._saved or self.checkpointer.missed:
                 self.take(save=True, copy=False, patient=True)
@@ -123,5 +162,5 @@ class Saving:
         self._page.save_ns += time.monotonic_ns() - since_ns
 
     def hand_over(self, state: Mapping[str, Any]) -> None:
-        """Give the agent `state`, which is that of the position, because this process ends."""
+        """Give the agent `state`, the state of the present position, because this process ends."""
         self.memory_tier.hand_over(state, self.run.total, self._state.position.epoch)

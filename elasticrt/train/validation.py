@@ -1,4 +1,7 @@
-"""Checks for wrong use of a Loop. Pure."""
+"""Checks that a script uses its Loop as it must, with errors that name the remedy. Pure.
+
+Each check gets plain values, and raises or does nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from elasticrt.errors import CheckpointError, ConfigError, MisfitError, ReadAhea
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
-    """Check the arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
+    """Raise TypeError or ValueError for wrong arguments of `Loop.epochs` or `Loop.steps`. `where` is its name."""
     whole_number(total, "total", where)
     if max_steps is not None:
         whole_number(max_steps, "max_steps", where)
 
 
 def check_stage(stage: str, where: str) -> None:
-    """Raises ConfigError when the Loop is not inside its epochs."""
+    """Raise ConfigError if the Loop is not inside its epochs.
+
+    Args:
+        stage: the stage of the Loop, see `StepTracker.stage`.
+        where: the name of the script's call.
+    """
     if stage == "broken":
         what, got = "this Loop was left by an exception", "a step that the optimizer took and nobody counted"
         remedy = "Make a new Loop: it goes on from the newest checkpoint"
@@ -34,7 +42,7 @@ def check_stage(stage: str, where: str) -> None:
 
 
 def check_entered(*, requested: bool) -> None:
-    """Raises ConfigError when `loop.step()` was called, and its block not entered."""
+    """Raise ConfigError if `loop.step()` was called, and its block was not entered."""
     if requested:
         got, expected = "loop.step()", "with loop.step(): ..."
         remedy = "Put the step into its block; numbers to show go to loop.report(...)"
@@ -42,7 +50,7 @@ def check_entered(*, requested: bool) -> None:
 
 
 def check_left(error: BaseException | None, step: int) -> None:
-    """Raises RuntimeError when an exception has ended the block of `step`, from 1, and the script goes on."""
+    """Raise RuntimeError if `error` has ended the block of `step`, which counts from 1, and the script goes on."""
     if error is not None:
         what, expected = "a step was left by an exception, and the script goes on", "each step is made or repeated"
         got = f"step {step}: {type(error).__name__}, caught outside of the block"
@@ -51,7 +59,7 @@ def check_left(error: BaseException | None, step: int) -> None:
 
 
 def check_alone(*, in_step: bool, second: bool) -> None:
-    """Raises ConfigError for a step inside a step, and for a second one with the same batch, or number."""
+    """Raise ConfigError for a step inside of a step, and for a second step with the same batch or number."""
     if in_step:
         expected, remedy = "one `with loop.step():` at a time", "Remove the inner one"
         raise ConfigError("a step inside a step", "step", expected=expected, remedy=remedy)
@@ -61,14 +69,19 @@ def check_alone(*, in_step: bool, second: bool) -> None:
 
 
 def check_not_paused(where: str, *, is_paused: bool) -> None:
-    """Raises ConfigError for training in a pause or an evaluation."""
+    """Raise ConfigError for training in a pause or an evaluation. `where` is the name of the script's call."""
     if is_paused:
         what, remedy = "training inside of loop.pause or loop.evaluate", "Draw from a loader of its own there"
         raise ConfigError(what, where, expected="it between them", remedy=remedy)
 
 
 def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
-    """Raises ReadAheadError where the script has `passed` batches before its first step, or draws one in a step."""
+    """Raise ReadAheadError for batches that the script reads ahead.
+
+    Args:
+        passed: how many batches it has passed before its first step.
+        in_step: whether it draws a batch inside of a step.
+    """
     if passed or in_step:
         got = "one drawn inside of a step" if in_step else f"{passed} drawn before the first step, and not trained"
         expected = "each trained in a block of its own before the next is drawn"
@@ -78,9 +91,9 @@ def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
 
 
 def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
-    """Raises ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be done again.
+    """Raise ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be made again.
 
-    ReadAheadError where the script `has_drawn` batches: it then reads them ahead, or makes one step more.
+    Raise ReadAheadError instead if the script `has_drawn` batches: it reads them ahead, or makes one step more.
     """
     if not has_batch:
         expected = "one in the body of `for batch in loop.batches(loader):`"
@@ -92,7 +105,7 @@ def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
 
 
 def check_outside(*, in_step: bool, function: object) -> None:
-    """Raises ConfigError for an evaluation in the block of a step, TypeError if `function` is none."""
+    """Raise TypeError if `function` can't be called, ConfigError for an evaluation in the block of a step."""
     if not callable(function):
         expected = "a function, and then its arguments"
         raise TypeError(explain("nothing to call", "evaluate", got=function, expected=expected))
@@ -102,7 +115,10 @@ def check_outside(*, in_step: bool, function: object) -> None:
 
 
 def check_at_head(*, comes_alone: bool) -> None:
-    """Raises ConfigError for an evaluation at the head of an epoch that only a newcomer comes to."""
+    """Raise ConfigError for an evaluation at the head of an epoch that only a newcomer comes to.
+
+    The other ranks have passed it, and their result could not be sent.
+    """
     if comes_alone:
         what, got = "an evaluation that the others have passed", "a result that can't be sent to newcomers"
         expected = "one of numbers, texts and tensors, or an evaluation after loop.batches"
@@ -110,7 +126,10 @@ def check_at_head(*, comes_alone: bool) -> None:
 
 
 def check_known(*, known: bool) -> None:
-    """Raises ConfigError for an evaluation after a try that is done again, if its result is not known."""
+    """Raise ConfigError for an evaluation after a step that was undone, if its result is not known.
+
+    Such an evaluation returns what it returned after the step before. The other ranks may not make it.
+    """
     if not known:
         what, got = "an evaluation after a try that is done again", "none after the step before"
         remedy = "Write `if loop.complete:` around what follows the block of the step"
@@ -118,7 +137,10 @@ def check_known(*, known: bool) -> None:
 
 
 def check_evaluated(*, is_awaited: bool, step: int) -> None:
-    """Raises RuntimeError when other ranks evaluate after `step`, and this one goes on without that."""
+    """Raise RuntimeError if other ranks are in an evaluation after `step`, and this rank's script has not called it.
+
+    The other ranks would wait for this one in its collectives for ever.
+    """
     if is_awaited:
         what, got = "other ranks evaluate here, and this one does not", f"the end of step {step}, and no `evaluate`"
         remedy = "Decide by loop.steps_done and loop.complete whether to call it, and by nothing else of this rank's"
@@ -126,15 +148,20 @@ def check_evaluated(*, is_awaited: bool, step: int) -> None:
 
 
 def check_has_step(has_step: bool) -> None:
-    """Raises ConfigError when a body of `loop.steps` has ended without a step, as it would again and again."""
+    """Raise ConfigError if a body of `loop.steps` has ended without a step, as it would again and again."""
     if not has_step:
         expected = "one `with loop.step():` in the body"
         raise ConfigError("a step that was not made", "steps", got="no block", expected=expected)
 
 
 def check_optimizer(*, outside: bool, completes: bool, step: int) -> None:
-    """An optimizer is about to take `step`, from 1. Raises ConfigError `outside` of the script's blocks, RuntimeError
-    where the present batch is not the one that `completes` its global batch."""
+    """Raise an error if an optimizer may not step now.
+
+    Args:
+        outside: whether the script uses blocks and the optimizer steps outside of one, which is a ConfigError.
+        completes: whether the present batch completes its global batch. If not, it is a RuntimeError.
+        step: the number of the step, from 1.
+    """
     if outside:
         expected = "inside `with loop.step():`, because what is outside is not undone when the membership changes"
         remedy = "Put backward, optimizer.step(), zero_grad() and scheduler.step() into the block"
@@ -148,7 +175,14 @@ def check_optimizer(*, outside: bool, completes: bool, step: int) -> None:
 
 
 def check_same_sampler(own: Mapping[str, Any], runs: Mapping[str, Any], who: str = "here", remedy: str = "") -> None:
-    """Raises CheckpointError when the sampler of `who` has other settings than the run's, and would train others."""
+    """Raise CheckpointError if a sampler has other settings than the run's, and would train other samples.
+
+    Args:
+        own: the settings of the sampler.
+        runs: the settings of the run's sampler.
+        who: whose sampler it is, for the error.
+        remedy: the remedy, for the error.
+    """
     for name in {**runs, **own}:
         if own.get(name) != runs.get(name):
             got, expected = f"{name}={own.get(name)} {who}", f"{name}={runs.get(name)}, as on other ranks"
@@ -157,15 +191,21 @@ def check_same_sampler(own: Mapping[str, Any], runs: Mapping[str, Any], who: str
 
 
 def check_same_samplers(everyones: Sequence[tuple[str, Mapping[str, Any]]], rank: int, *, has_trained: bool) -> None:
-    """Compare the settings of each rank's sampler, given with its node's name, with those that most ranks have.
+    """Compare the settings of each rank's sampler with those that most ranks have.
 
-    Raises CheckpointError on all ranks, but MisfitError, and only on a rank that differs, when the run `has_trained`.
+    Args:
+        everyones: by rank, the name of its node and the settings of its sampler.
+        rank: the rank of this process.
+        has_trained: whether the run has trained already. Then a rank that differs is wrong, and only its node leaves.
+
+    Raises CheckpointError on all ranks if one differs; with `has_trained` MisfitError, and only on that rank.
     """
     settings = [each for _, each in everyones]
     runs = max(settings, key=settings.count)
     for number, (node, own) in enumerate(everyones):
+        # The node of a rank that differs leaves alone. The other ranks go on.
         if has_trained and number != rank:
-            continue  # Its node alone leaves.
+            continue
         who = f"on rank {number}" + (f" of {node}" if node else "")
         try:
             check_same_sampler(own, runs, who, "Start all nodes with the same script and arguments")

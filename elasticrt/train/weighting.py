@@ -1,12 +1,14 @@
-"""Gradients of the mean over the global batch, however unevenly it is cut.
+"""Weights gradients so that they are those of the mean over the global batch, however unevenly the ranks share it.
 
-A hook on each parameter multiplies a backward's contribution by the weight of its slice (`sample_order`), and DDP
-exchanges gradients only in a rank's last slice of a global batch, so that ranks with different numbers of slices make
-equally many collectives.
+A hook on each parameter multiplies the gradient of a backward by the weight of this rank's slice (`sample_order`). DDP
+exchanges gradients only in a rank's last slice of a global batch. So ranks with different numbers of slices make the
+same number of collectives.
 
-The hooks are on parameters, not on outputs: a gradient through two models is weighted once, a penalty computed from the
-parameters is weighted like the rest, and models may return anything. SyncBatchNorm mixes the ranks' gradients before
-they reach a parameter, so what enters its backward is weighted already, and what leaves it is divided by the weight.
+The hooks are on parameters and not on outputs. So a gradient through two models is weighted once, a penalty that is
+computed from the parameters is weighted like the rest, and models may return anything.
+
+SyncBatchNorm is an exception: it mixes the gradients of all ranks before they reach a parameter. So a gradient is
+weighted before it enters the backward of such a layer, and divided by the weight when it leaves.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from elasticrt.errors import ConfigError
 
 
 class _Divided(torch.autograd.Function):
-    """The identity, whose gradient is divided by a weight. With weight 0 the gradient is 0."""
+    """The identity, with a gradient that is divided by a weight. With weight 0 the gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -38,12 +40,17 @@ class _Divided(torch.autograd.Function):
 
 
 def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    # Zeros rather than a product: a borrowed sample must not count even when its gradient is infinite.
+    """`gradient` times `factor`."""
+    # With factor 0, zeros and not a product: a borrowed sample must not count even if its gradient is infinite.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
 class Weighting:
-    """Weights for everything that the given objects (modules and optimizers among them) train."""
+    """Weights the gradients of all parameters that a Loop trains.
+
+    Args:
+        objects: the objects given to the Loop. The parameters are those of modules and optimizers among them.
+    """
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._objects = list(objects)
@@ -52,25 +59,25 @@ class Weighting:
         self._norms = [
             layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
-        # By the parameter, not by its address alone: one that is made later may get the address of one that is gone.
+        # The hooks by parameter. Not by `id`: a parameter that is made later may get the address of one that was freed.
         self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakIdKeyDictionary()
         self._norm_handles: list[RemovableHandle] = []
         self._factor = 1.0
 
     def check_micro_batches(self, size: int, world_size: int) -> None:
-        """Refuse models that can't have micro-batches of `size`, because ranks have different numbers of them.
+        """Raise ConfigError for models that can't have micro-batches of `size`.
 
-        Raises ConfigError.
+        Ranks may have different numbers of micro-batches, so a forward or backward must not need the other ranks.
         """
         got = f"micro_batch_size={size}"
         if self._norms:
-            # At any world size: otherwise the run would end when a node comes or goes.
+            # Refused at any world size, also at 1: otherwise the run would end when a node comes or goes.
             what = "SyncBatchNorm can't be used with micro-batches"
             expected = "equally many forwards on all ranks, which SyncBatchNorm waits for"
             remedy = "Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)"
             raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
         if any(layer.static_graph for layer in self._parallel):
-            # Torch fails if the first exchange of a static graph is left out.
+            # DDP with a static graph fails if the first exchange of gradients is left out.
             what = "DDP(static_graph=True) can't be used with micro-batches"
             expected = "a DDP module that can leave an exchange of gradients out"
             remedy = "Leave out static_graph or micro_batch_size"
@@ -81,30 +88,33 @@ class Weighting:
             raise ConfigError("micro-batches need the DDP module", "batches", got=got, remedy=remedy)
 
     def begin(self, share: BatchSlice) -> None:
-        """From here on forward and backward belong to `share`."""
+        """Weight each forward and backward from here on as a part of `share`."""
         self._factor = share.weight
         if share.weight != 1.0 and not self._handles:
             self.attach()
         for layer in self._parallel:
-            # DDP's forward reads it, and decides whether the backward after it exchanges. It is set only where it
-            # differs, because setting an attribute of a module takes ten times as long as reading it.
+            # DDP's forward reads this attribute, and decides whether the backward after it exchanges gradients. It is
+            # set only where it differs, because setting an attribute of a module takes ten times as long as reading it.
             if layer.require_backward_grad_sync is not share.last:
                 layer.require_backward_grad_sync = share.last
 
     def end(self) -> None:
-        """Weight nothing, and leave DDP as it was: no slice is being trained."""
+        """Weight nothing from here on, and let DDP exchange gradients in each backward: no slice is being trained."""
         self.begin(WHOLE)
 
     def attach(self) -> None:
-        """Put hooks on parameters that have none yet: of layers that were added, and frozen ones as well, which the
-        script may unfreeze in the middle of a step."""
+        """Put hooks on all parameters that have none yet, such as those of layers that were added.
+
+        Frozen parameters get hooks as well, because the script may unfreeze them in the middle of a step.
+        """
         # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
             can_learn = parameter.is_floating_point() or parameter.is_complex()
             if can_learn and id(parameter) not in weighted and parameter not in self._handles:
                 learns = parameter.requires_grad
-                parameter.requires_grad_()  # Else torch takes no hook, which it keeps when the parameter is frozen.
+                # Torch refuses a hook on a frozen parameter, but keeps the hook when the parameter is frozen later.
+                parameter.requires_grad_()
                 self._handles[parameter] = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(learns)
         if not self._norm_handles:
@@ -113,7 +123,7 @@ class Weighting:
                 self._norm_handles.append(norm.register_forward_hook(self._after_norm))
 
     def renew(self) -> None:
-        """As `attach`, if there are hooks at all."""
+        """Put hooks on parameters that were added since. Does nothing while no weight was needed yet."""
         if self._handles:
             self.attach()
 
@@ -135,7 +145,8 @@ class Weighting:
 
     def _after_norm(self, _: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
         if self._factor != 1.0 and output.requires_grad:
-            factor = self._factor  # Of this forward, whenever its backward is.
+            # The backward of this forward may come after the next batch has begun, which has another weight.
+            factor = self._factor
             output.register_hook(lambda gradient: _times(gradient, factor))  # type: ignore[no-untyped-call]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
