@@ -54,7 +54,7 @@ class ModuleNotes:
             closely: whether to find changes by way of `.data` as well, which torch does not count. They are found by
                 the norms of all parameters, which takes as long as reading them all.
             taken_back: with `closely`, whether to look in each backward as well. This finds a change that the script
-                takes back before its optimizer steps.
+                takes back before its optimizer steps, as adversarial training does.
         """
         if self._layers is None:
             # Done only once, as in DDP: walking through the modules takes longer than all the rest.

@@ -1,10 +1,10 @@
-"""Training scripts that are drawn by seed, as researchers would write them, run under faults that are drawn as well.
+"""Draws training scripts by seed, as researchers would write them, and runs them under faults that are drawn as well.
 
     python -m tests.chaos.drawn_scripts [--first 0] [--count 20] [--keep DIR]
 
 Each seed gives a script, a way to run it (nodes, workers), and one to three losses of workers. All workers that are
-there at the end must have the same state, bit by bit, and that of an undisturbed run of one process but for rounding.
-`--keep` keeps the scripts and the output of runs that failed.
+there at the end must have the same state, bit by bit. Except for rounding, that state must be the state at the end of
+an undisturbed run of one process. `--keep` keeps the scripts and the output of runs that failed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from tests.cluster import TOGETHER, Cluster
 STEPS = 48
 END_S_MAX = 120.0
 PRECISION = 1e-9
-"""The scripts train in float64: other world sizes add up in another order, which costs a few of its sixteen digits."""
+"""The largest relative difference between two equal states. The scripts train in float64. Other world sizes add numbers
+up in another order, which costs a few of the sixteen digits."""
 
+# The beginning and the end of each script. Between them `_script` puts what is drawn.
 HEAD = """
 import json, os, pathlib, random, signal, sys, threading, time
 import torch, elasticrt
@@ -90,16 +92,25 @@ end = {
 pathlib.Path(f"end-{os.getpid()}.json").write_text(json.dumps([end, results]))
 """
 
+# The points of a script at which a worker may kill itself: those that the script calls `at` with.
 POINTS = ("top", "block", "backward", "stepped", "behind", "evaluation", "after epoch", "head")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A script, how it is run, and its faults: see `FAULTS` in `HEAD`."""
+    """What a seed has drawn.
+
+    Attributes:
+        script: the script.
+        topology: the name of the way to run it.
+        nodes: the number of workers of each node, by the node's name.
+        options: options of `elasticrt run`.
+        faults: the losses of workers, in the form of `FAULTS` in `HEAD`.
+    """
 
     script: str
     topology: str
-    nodes: dict[str, int]  # Workers of each node.
+    nodes: dict[str, int]
     options: tuple[str, ...]
     faults: list[list[Any]]
     late: str  # The node that is started after the others have made `late_from` steps; "" for none.
@@ -137,22 +148,28 @@ def draw(seed: int) -> Drawn:
 
 
 class _Code:
-    """Lines of a script, indented."""
+    """The lines of a script, indented."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def add(self, depth: int, text: str) -> None:
-        """Add lines at a depth of blocks."""
+        """Add the lines of `text` inside of `depth` blocks."""
         self.lines += ["    " * depth + line if line else "" for line in text.strip("\n").splitlines()]
 
 
 def _script(dice: random.Random, *, waits: bool) -> str:
-    """A script. `waits`: newcomers are needed for the minimum of nodes."""
+    """A script.
+
+    Args:
+        dice: draws what the script does.
+        waits: whether a lost node must be replaced before training goes on, because all nodes are needed.
+    """
     has = {name: dice.random() < chance for name, chance in _CHANCES.items()}
     way = dice.choice(("batches", "steps", "micro"))
     rate = dice.choice(("step", "step by epochs", "cosine", "one cycle", "plateau", "none"))
-    # With a seed each rank draws numbers of its own, and how many micro-batches it has depends on the world size.
+    # Noise on the loss must be the same on all ranks, and at any world size. With a seed for the Loop each rank draws
+    # numbers of its own. And the number of micro-batches of a rank, each of which draws, depends on the world size.
     has["noise"] = has["noise"] and way != "micro" and not has["seed"]
     has["over blocks"] = has["over blocks"] and way != "micro"
     has["average"] = has["average"] and not has["over blocks"]
@@ -188,6 +205,7 @@ def _script(dice: random.Random, *, waits: bool) -> str:
 
 
 def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, waits: bool, counts: bool) -> None:
+    """Add a loop over epochs. `counts`: whether to count the bodies of steps, which needs one batch in each step."""
     code.add(0, f"for epoch in loop.epochs({STEPS // 8}):")
     code.add(1, 'at("head")')
     if has["freezes"]:
@@ -220,6 +238,7 @@ def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *
 
 
 def _train(has: dict[str, bool], rate: str, way: str) -> str:
+    """The function that makes one step, or with micro-batches one batch of it."""
     code = _Code()
     code.add(0, "def train(x, y):")
     code.add(1, "with loop.step():")
@@ -256,6 +275,7 @@ def _train(has: dict[str, bool], rate: str, way: str) -> str:
 
 
 def _top(code: _Code, dice: random.Random, has: dict[str, bool]) -> None:
+    """Add the top of the body of `loop.steps`, before the block."""
     code.add(1, 'at("top")')
     if has["counts"]:
         code.add(1, 'loop.vars["top"] += 1')
@@ -270,6 +290,7 @@ def _top(code: _Code, dice: random.Random, has: dict[str, bool]) -> None:
 
 
 def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, depth: int, *, waits: bool) -> None:
+    """Add what follows the block of a step, `depth` blocks deep."""
     code.add(depth, 'at("behind")\nif loop.complete:')
     code.add(depth + 1, "pass")
     if has["average"] and not has["inside"]:
@@ -278,7 +299,7 @@ def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, d
         code.add(depth + 1, "scheduler.step()")
     if has["counts"]:
         code.add(depth + 1, 'loop.vars["behind"] += 1')
-    # docs/limits.md: where a newcomer is needed at once, what follows such an evaluation is not done.
+    # Where a newcomer is needed at once, what follows such an evaluation is not made (docs/limits.md).
     if has["evaluates behind"] and not waits:
         code.add(depth, f"if loop.complete and loop.steps_done % {dice.choice((1, 3, 6))} == 0:")
         code.add(depth + 1, 'loop.vars["history"].append(evaluate("evaluation", "behind"))')
@@ -286,6 +307,7 @@ def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, d
             code.add(depth + 1, 'evaluate("evaluation", "behind again")')
 
 
+# How likely a script is to have each of these features.
 _CHANCES = {
     "average": 0.4, "seed": 0.2, "noise": 0.5, "freezes": 0.3, "counts": 0.6, "sums": 0.3, "accumulates": 0.3,
     "clips": 0.4, "inside": 0.5, "sums late": 0.2, "reports": 0.3, "evaluates first": 0.4, "keeps best": 0.5,
@@ -298,6 +320,7 @@ _OPTIMIZERS = (
     "AdamW([{'params': model.module.first.parameters()}, {'params': model.module.second.parameters(), 'lr': 0.02}])",
 )
 
+# The schedules that step once in each step, and not once in an epoch.
 _EACH_STEP = ("step", "cosine", "one cycle")
 
 _SCHEDULERS = {
@@ -336,7 +359,7 @@ def evaluate(point, name):
 
 
 def undisturbed(drawn: Drawn, directory: Path) -> list[Any]:
-    """The state and the results at the end of a run of one process, without an agent."""
+    """The state at the end of a run of one process without an agent, and the results of its evaluations."""
     _write(drawn, directory, faults=[])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "train.py"]
@@ -363,7 +386,10 @@ def _ends(directory: Path) -> list[list[Any]]:
 
 
 def check(seed: int, directory: Path) -> str:
-    """Run a seed; what has happened, in a line. Raises AssertionError when ranks differ, or from an undisturbed run."""
+    """Run a seed. Returns what has happened, in a line.
+
+    Raises AssertionError when the states of ranks differ from each other, or from that of an undisturbed run.
+    """
     drawn = draw(seed)
     expected, results = undisturbed(drawn, directory / "alone")
     _write(drawn, directory / "run", drawn.faults)
@@ -393,11 +419,16 @@ def check(seed: int, directory: Path) -> str:
 
 
 def _wrong(own: list[Any], results: list[Any]) -> str:
-    """What is wrong with a process's results of evaluations, each with its step and name.
+    """What is wrong with the results of one process's evaluations, in words; "" if nothing is.
 
-    A newcomer has the last of them, and in front of them those of the head of the epoch that it came into. A step that
-    is made again gets the results of its body's top again.
+    A newcomer has only the last results of the run. Before these it has the results from the head of the epoch that it
+    has entered. A step that is made again gets the results of the top of its body again.
+
+    Args:
+        own: the results of the process, each with its step and name.
+        results: those of an undisturbed run.
     """
+    # A result that was got again counts once.
     own = [list(each) for each in dict.fromkeys(map(tuple, own))]
     came = next((number for number, (_, name, _) in enumerate(own) if "head" not in name), len(own))
     for first in range(came + 1):
@@ -410,7 +441,13 @@ def _wrong(own: list[Any], results: list[Any]) -> str:
 
 
 def _difference(found: Any, expected: Any, where: str = "") -> str:
-    """Where two states differ by more than rounding; "" for nowhere."""
+    """Where two states differ by more than rounding, with both values; "" for nowhere.
+
+    Args:
+        found: the one state.
+        expected: the other one.
+        where: the keys that lead to these parts of the states.
+    """
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
         pairs = [(f"{where}.{name}", found[name], expected[name]) for name in expected]
     elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
@@ -425,7 +462,7 @@ def _difference(found: Any, expected: Any, where: str = "") -> str:
 
 
 def main() -> int:
-    """Run seeds in turn, and print a line for each."""
+    """Run the seeds one after the other, and print a line for each. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
