@@ -1,8 +1,8 @@
-"""Everything a fresh machine with Python 3.10+ and git needs: `python3 dev.py demo` and `python3 dev.py test`.
+"""Sets up, tests and shows elasticrt on a fresh machine with Python 3.10 or newer and git.
 
-Both do all the set-up themselves, in `.venv` beside this file, and skip it when nothing has changed since. Standard
-library only: this file runs before anything is installed. Where packages come from is pip's own configuration; where an
-index offers a CPU build of torch (`2.13.0+cpu`), that one is taken.
+Each command does the set-up itself, in `.venv` beside this file, and skips it when nothing has changed since. This file
+uses the standard library only, because it runs before anything is installed. pip's own configuration says where
+packages come from. If an index offers a CPU build of torch (`2.13.0+cpu`), pip takes that one.
 
     python3 dev.py demo                  train MNIST-like digits on three nodes of this machine; kill some while it runs
     python3 dev.py test [PYTEST ARGS]    ruff, mypy, the documentation, the fast tests (test --full: all of them)
@@ -45,7 +45,8 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "elasticrt-setup.stamp"
 LOG = VENV / "elasticrt-setup.log"
 EXTRAS = ".[dev,docs,examples]"
-MKDOCS = ["mkdocs", "build", "--strict"]  # Not with --quiet: that keeps --strict from seeing warnings.
+# Without --quiet, which would keep --strict from seeing warnings.
+MKDOCS = ["mkdocs", "build", "--strict"]
 LOG_TAIL_LINES = 25
 EXIT_USAGE = 2
 
@@ -74,9 +75,10 @@ def main(argv: list[str]) -> int:
 
 
 def prepare() -> int:
-    """Make `.venv` and install into it, unless the stamp says that nothing has changed. The exit code, 0 for done."""
+    """Make `.venv` and install into it, unless the stamp says that nothing has changed. Returns the exit code."""
+    # Debian and Ubuntu ship these modules in a package of their own.
     missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-    # A creation that was cut short leaves a python without pip, which is no environment to install into.
+    # If making the environment was cut short, it has a python without pip, and must be made anew.
     usable = PYTHON.exists() and any(VENV.glob("lib/python*/site-packages/pip")) and venv_version() == python_version()
     if missing and not usable:
         print(f"dev.py: this Python lacks the module {missing[0]}. On Debian or Ubuntu:", file=sys.stderr)
@@ -88,7 +90,8 @@ def prepare() -> int:
         create = [sys.executable, "-m", "venv", "--clear", str(VENV)]
         if code := phase(f"creating {VENV.name} (Python {python_version()})", create):
             return code
-    STAMP.unlink(missing_ok=True)  # What pip leaves when it fails half-way is no environment to trust.
+    # If pip fails half-way, the environment must not count as complete.
+    STAMP.unlink(missing_ok=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     code = phase("installing elasticrt and what it needs", [*pip, "-c", "constraints.txt", "-e", EXTRAS])
     if code == 0:
@@ -97,18 +100,18 @@ def prepare() -> int:
 
 
 def fingerprint() -> str:
-    """Changes when an installed environment has to be renewed."""
+    """A digest of all that an installed environment depends on. If it changes, the environment has to be renewed."""
     parts = (ROOT / "pyproject.toml").read_bytes(), (ROOT / "constraints.txt").read_bytes(), python_version().encode()
     return hashlib.sha256(b"\0".join((*parts, str(ROOT).encode()))).hexdigest()
 
 
 def python_version() -> str:
-    """Major and minor: what a virtual environment is bound to."""
+    """Python's major and minor version, to which a virtual environment is bound."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def venv_version() -> str:
-    """The version `.venv` was made with, "" when it does not say."""
+    """The version of Python with which `.venv` was made; "" if `.venv` does not say."""
     try:
         lines = (VENV / "pyvenv.cfg").read_text().splitlines()
     except FileNotFoundError:
@@ -118,10 +121,13 @@ def venv_version() -> str:
 
 
 def phase(title: str, command: list[str]) -> int:
-    """Run a set-up command: one line with its seconds, its output into a log, the end of that log if it fails."""
+    """Run a set-up command. Returns its exit code.
+
+    Prints one line with `title` and the seconds. The output goes into LOG, and its end is printed if the command fails.
+    """
     started = time.monotonic()
     live = sys.stdout.isatty()
-    # `venv --clear` empties the directory that the log lies in, so the log is written elsewhere and moved there.
+    # `venv --clear` empties the directory of the log. So the output goes to a temporary file first.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
@@ -130,7 +136,8 @@ def phase(title: str, command: list[str]) -> int:
                     print(f"\rsetup: {title} ... {time.monotonic() - started:.0f} s", end="", flush=True)
                 time.sleep(0.2)
         except KeyboardInterrupt:
-            process.wait()  # The terminal has interrupted it as well.
+            # The terminal has interrupted the command as well.
+            process.wait()
             print()
             return 128 + signal.SIGINT
         output.seek(0)
@@ -156,13 +163,13 @@ def phase(title: str, command: list[str]) -> int:
 
 
 def setup(_: list[str]) -> int:
-    """Only the set-up, which `main` has done."""
+    """Do nothing but the set-up, which `main` has done already."""
     print(f"ready: {PYTHON.relative_to(ROOT)}")
     return 0
 
 
 def demo(rest: list[str]) -> int:
-    """Train on several nodes of this machine with faults on the way. Extra arguments go to the example script."""
+    """Train on several nodes on this machine, with faults on the way. Extra arguments go to the example script."""
     begin = time.monotonic()
     subprocess.run([PYTHON, "-c", DEMO_DATA], cwd=ROOT, check=True)
     print(f"setup: the digits are prepared in data/ ({time.monotonic() - begin:.1f} s)", flush=True)
@@ -182,10 +189,11 @@ def demo(rest: list[str]) -> int:
 
 
 def run_and_forward(command: list[str]) -> int:
-    """Run `command` in the foreground; SIGTERM is passed on, Ctrl-C reaches it from the terminal. Its exit code."""
+    """Run `command` in the foreground, and return its exit code. SIGTERM is passed on to the command."""
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, _frame: object) -> None:
+        # Ctrl-C reaches the command from the terminal. It is only ignored here, so that this process outlives it.
         if process is not None and process.poll() is None and number == signal.SIGTERM:
             process.send_signal(number)
 
@@ -200,18 +208,19 @@ def run_and_forward(command: list[str]) -> int:
 
 
 def test(rest: list[str]) -> int:
-    """Lint, types, documentation, tests: all are run, the first failing code is returned. pytest speaks last."""
+    """Check lint, types, documentation and tests. All run, pytest last. Returns the first exit code that is not 0."""
     full = "--full" in rest
     args = [word for word in rest if word != "--full"]
     slice_ = [] if full else ["-m", "not slow"]
-    # Most tests wait for processes, so that one more at a time than there are cores is quicker. `-n 0`: one at a time.
+    # Most tests wait for processes, so running one more at a time than there are cores is faster. `-n 0` among the
+    # arguments runs one at a time.
     together = ["-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile"]
     checks = {**lints(), "mypy": ["mypy"], "mkdocs": MKDOCS, "pytest": ["pytest", *slice_, *together, *args]}
     return run_all(checks)
 
 
 def docs(_: list[str]) -> int:
-    """The documentation as a site; a dead link or a docstring that does not fit its function is a failure."""
+    """Build the documentation as a site. A dead link, or a docstring that does not fit its function, is a failure."""
     code = run_all({"mkdocs": MKDOCS})
     if code == 0:
         print("built: build/site/index.html")
@@ -219,12 +228,12 @@ def docs(_: list[str]) -> int:
 
 
 def cluster(rest: list[str]) -> int:
-    """Network namespaces as hosts; `python3 dev.py cluster` says what can be done with them."""
+    """Run hosts as network namespaces. `python3 dev.py cluster` without arguments prints what can be done with them."""
     return run_and_forward([str(PYTHON), "-m", "tests.netns", *rest])
 
 
 def lint(_: list[str]) -> int:
-    """Lint and types."""
+    """Check lint and types."""
     return run_all({**lints(), "mypy": ["mypy"]})
 
 
@@ -239,9 +248,10 @@ def lints() -> dict[str, list[str]]:
 
 
 def run_all(checks: dict[str, list[str]]) -> int:
-    """Run each check (module and arguments) in `.venv`; the first failing code, 0 when all passed."""
+    """Run each check, a module with its arguments, in `.venv`. Returns the first exit code that is not 0, else 0."""
     failed: dict[str, int] = {}
-    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # It advertises a successor on each build.
+    # mkdocs advertises its successor on each build otherwise.
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
     for name, words in checks.items():
         print(f"+ {' '.join(words)}", flush=True)
         code = run_and_forward([str(PYTHON), "-m", *words])
@@ -255,7 +265,7 @@ def run_all(checks: dict[str, list[str]]) -> int:
 
 
 def clean(_: list[str]) -> int:
-    """Remove what builds and test runs leave in the checkout; `.venv` stays."""
+    """Remove what builds and test runs leave in the checkout, except for `.venv`."""
     caches = [".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "elasticrt_runs"]
     for path in [*(ROOT / name for name in caches), *ROOT.glob("*.egg-info")]:
         if path.is_dir():
