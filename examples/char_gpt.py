@@ -1,10 +1,10 @@
-"""A small GPT on characters, elastic. It learns to write something that looks like Python.
+"""Trains a small GPT on characters, elastic. It learns to write something that looks like Python.
 
     python examples/char_gpt.py
     torchrun --standalone --nproc-per-node 2 examples/char_gpt.py
     elasticrt run --nnodes 1:4 examples/char_gpt.py
 
-The text is the standard library's own source code, as it lies on this machine: nothing is downloaded.
+The text is the source code of this machine's standard library. Nothing is downloaded.
 """
 
 import argparse
@@ -32,7 +32,7 @@ parser.add_argument("--data-dir", type=Path, default=Path("data"))
 parser.add_argument("--checkpoint-dir", type=Path, default=Path("ckpt-gpt"))
 args = parser.parse_args()
 
-# Data: all modules of the standard library in one text, ASCII only.
+# The data: all modules of the standard library in one text, ASCII only.
 
 
 def build(directory: Path) -> None:
@@ -43,7 +43,7 @@ def build(directory: Path) -> None:
 
 
 class Text(Dataset):
-    """Pieces of `context` + 1 characters; character 127 - 32 = 95 stands for the line's end."""
+    """Pieces of `context` + 1 characters, as numbers: a character's code less 32. A line's end is 127 - 32 = 95."""
 
     def __init__(self, path: Path, context: int):
         codes = torch.load(path / "text.pt", weights_only=True).long()
@@ -58,7 +58,7 @@ class Text(Dataset):
         return piece[:-1], piece[1:]
 
 
-# Model: what everybody means by a GPT, without dropout.
+# The model: a plain GPT, without dropout.
 
 
 class Block(nn.Module):
@@ -108,7 +108,8 @@ sampler = elasticrt.ElasticBatchSampler(text, args.global_batch_size, micro_batc
 loader = DataLoader(text, batch_sampler=sampler)
 model = DDP(GPT(96, args.context, args.layers, args.width, args.heads).to(ctx.device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-# Up in 50 steps, then down to the end. (OneCycleLR would keep its length in the checkpoint, and refuse more --steps.)
+# The learning rate rises for 50 steps, then falls to the end. OneCycleLR would not do: it saves its length in the
+# checkpoint, and a restart with more --steps would fail.
 scheduler = torch.optim.lr_scheduler.LambdaLR(
     optimizer, lambda step: max(0.0, min((step + 1) / 50, 1 - step / args.steps))
 )

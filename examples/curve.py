@@ -1,11 +1,12 @@
-r"""One TensorBoard curve of a run, whatever happens to its nodes.
+r"""Draws one TensorBoard curve of a run, whatever happens to its nodes.
 
     elasticrt simulate --nodes 2 --nnodes 1:3 --fault "step 50: kill node 0" examples/curve.py
     tensorboard --logdir curve
 
-The process of rank 0 writes, and after each change that may be another one: it goes on in the same directory. Steps
-that are done again after a restart are told to TensorBoard (`purge_step`), so that no step is drawn twice. Without
-tensorboard the curve is left out; `elasticrt report` and `elasticrt dashboard` draw what `loop.report` was told anyway.
+Rank 0 writes the curve. After a change of the membership another process may be rank 0, and it goes on in the same
+directory. Steps that are made again after a restart are cut off the curve (`purge_step`), so no step is drawn twice.
+If tensorboard is not installed, no curve is written. `elasticrt report` and `elasticrt dashboard` show the numbers of
+`loop.report` in any case.
 """
 
 import argparse
@@ -39,8 +40,10 @@ if SummaryWriter is None and ctx.is_first:
 
 
 class Curve:
+    # Only rank 0 has a writer.
     writer = None
 
+    # Called when the loop begins, and after each change of the membership.
     def go_on(self, change):
         self.close()
         if SummaryWriter is not None and ctx.is_first:
@@ -67,6 +70,7 @@ for step in loop.steps(args.steps):
         optimizer.step()
         optimizer.zero_grad()
         loop.report(loss=loss)
+    # Not after a try that is undone: the step comes again.
     if loop.complete:
         curve.write("loss", loss.item(), step + 1)
 curve.close()

@@ -1,8 +1,8 @@
-"""The data and the model of `mnist_ddp.py`: handwritten digits, and the small convolutional net everybody knows.
+"""The data and the model of `mnist_ddp.py`: handwritten digits, and a small convolutional net.
 
-By default scikit-learn's bundled digits: 1,797 of 8x8 pixels, enlarged to MNIST's 28x28; those for training also moved
-by two pixels in each direction, which makes 7,500. With MNIST's own four IDX files in a directory (gzipped or not),
-those. Nothing is downloaded.
+If a directory has MNIST's own four IDX files (gzipped or not), these are the data. Otherwise the data are the digits
+that come with scikit-learn: 1,797 images of 8x8 pixels, enlarged to MNIST's 28x28. Those for training are also moved by
+two pixels in each direction, which makes 7,500. Nothing is downloaded.
 """
 
 import gzip
@@ -17,7 +17,7 @@ MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-image
 
 
 class Net(nn.Module):
-    """Two convolutions, two linear layers: for images of shape (N, 1, 28, 28), logits of shape (N, 10)."""
+    """Two convolutions and two linear layers. From images of shape (N, 1, 28, 28) to logits of shape (N, 10)."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -36,14 +36,14 @@ class Net(nn.Module):
 
 
 def build(directory: Path, source: Path | None = None) -> None:
-    """Write `train.pt` and `test.pt` into `directory`. One process does this, see `elasticrt.prepare`."""
+    """Write `train.pt` and `test.pt` into `directory`. Only one process calls this, see `elasticrt.prepare`."""
     splits = from_mnist(source) if source and has_mnist(source) else from_sklearn()
     for name, (images, labels) in splits.items():
         torch.save({"images": images, "labels": labels}, directory / f"{name}.pt")
 
 
 def load(directory: Path) -> tuple[TensorDataset, TensorDataset]:
-    """What `build` wrote: images as floats around 0, labels as int64."""
+    """The datasets that `build` has written: images as floats around 0, labels as int64."""
     datasets = []
     for name in ("train", "test"):
         split = torch.load(directory / f"{name}.pt", weights_only=True)
@@ -56,7 +56,7 @@ def from_sklearn() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
     digits = load_digits()
     small = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) * (255 / 16)
-    # 20 pixels of digit in a field of 28, as MNIST has it.
+    # As in MNIST, a digit has 20 x 20 pixels in a field of 28 x 28.
     images = F.pad(F.interpolate(small, size=20, mode="bilinear"), (4, 4, 4, 4)).round().to(torch.uint8)
     labels = torch.tensor(digits.target, dtype=torch.uint8)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -76,7 +76,10 @@ def from_mnist(source: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def read_idx(path: Path) -> torch.Tensor:
-    """An IDX file of bytes: two zeros, the type, the number of dimensions, each size as four bytes, the data."""
+    """Read an IDX file of bytes.
+
+    Its format: two zero bytes, the type, the number of dimensions, each size in four bytes, the data.
+    """
     packed = path.with_name(path.name + ".gz")
     content = bytearray(gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes())
     dimensions = content[3]

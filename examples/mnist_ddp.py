@@ -1,10 +1,10 @@
-"""Handwritten digits with DistributedDataParallel, elastic: nodes may come, go and die while this runs.
+"""Trains on handwritten digits with DistributedDataParallel, elastic: nodes may come, go and die while this runs.
 
     python examples/mnist_ddp.py                                        # one process
     torchrun --standalone --nproc-per-node 2 examples/mnist_ddp.py      # two, started by torchrun
     elasticrt run --nnodes 1:4 examples/mnist_ddp.py                    # any number, and any number later
 
-Interrupt it and start it again, with any number of processes: it goes on where the newest checkpoint is.
+Interrupt it and start it again, with any number of processes: it resumes from the newest checkpoint.
 """
 
 import argparse
@@ -31,21 +31,22 @@ parser.add_argument("--checkpoint-dir", type=Path, default=Path("ckpt"))
 parser.add_argument("--save-every", default="30s", help='such as "30s", "200 steps" or "1 epoch"')
 args = parser.parse_args()
 
-# Who am I, on which device; the process group.
+# Make the process group. `ctx` has this process's rank, the world size and the device.
 ctx = elasticrt.init()
 torch.manual_seed(args.seed)
 
-# One process of each node builds the data, everyone else waits.
+# One process of each node builds the data, and the others wait.
 data = elasticrt.prepare(args.data_dir / "digits", functools.partial(build, source=args.data_dir))
 train, test = load(data)
 
-# The sampler cuts the epoch into global batches: the same ones, however many processes there are.
+# The sampler cuts the epoch into global batches. They are the same for any number of processes.
 sampler = elasticrt.ElasticBatchSampler(
     train, args.global_batch_size, micro_batch_size=args.micro_batch_size, seed=args.seed
 )
 loader = DataLoader(train, batch_sampler=sampler)
 
-# Nothing new here: a model, an optimizer, a schedule counted in steps (up in 50, then down to the end).
+# As in any DDP script: a model, an optimizer, and a schedule. The learning rate rises for 50 steps, then falls to the
+# end.
 model = DDP(Net(args.dropout).to(ctx.device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 total = args.epochs * len(sampler)
@@ -54,7 +55,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, m
 
 @torch.no_grad()
 def evaluate() -> float:
-    """Accuracy on the test set: each process takes a part, no sample is counted twice."""
+    """The accuracy on the test set. Each process evaluates a part, and no sample is counted twice."""
     model.eval()
     hits = samples = 0
     for x, y in DataLoader(ctx.shard(test), batch_size=256):
@@ -65,7 +66,7 @@ def evaluate() -> float:
     return hits / samples
 
 
-# The loop saves all of these, and goes on from the newest checkpoint.
+# The loop saves all of these objects, and resumes from the newest checkpoint.
 loop = elasticrt.Loop(
     args.checkpoint_dir,
     sampler=sampler,
@@ -76,16 +77,21 @@ loop = elasticrt.Loop(
 )
 
 for epoch in loop.epochs(args.epochs):
-    for x, y in loop.batches(loader):  # asking for the next batch is the boundary between two steps
-        with loop.step():  # what lets this process live on when others are lost: the step is then done again
+    # Between two steps, where the next batch is asked for, the loop saves, and nodes join and leave.
+    for x, y in loop.batches(loader):
+        # If another process is lost in this block, the step is undone and made again, and this process lives on.
+        with loop.step():
             loss = F.cross_entropy(model(x.to(ctx.device)), y.to(ctx.device))
-            loss.backward()  # weighted: the mean over the global batch, at any number of processes
-            if loop.complete:  # the last micro-batch (always, without --micro-batch-size)
+            # Gradients are weighted: they are those of the mean over the global batch, for any number of processes.
+            loss.backward()
+            # True in the last micro-batch of a step; without --micro-batch-size in every batch.
+            if loop.complete:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
                 loop.report(loss=loss)
-    accuracy = loop.evaluate(evaluate)  # made again with those that are left, if a process is lost in it
+    # If a process is lost in the evaluation, the others make it again.
+    accuracy = loop.evaluate(evaluate)
     if ctx.is_first:
         print(
             f"epoch {epoch}  step {loop.steps_done}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True

@@ -1,10 +1,11 @@
-"""Data preparation alone: one process builds, the others wait, a second run finds it done.
+"""Prepares data, and nothing else: one process builds, the others wait, and a second run finds the data complete.
 
     python examples/prepare_data.py
     torchrun --standalone --nproc-per-node 4 examples/prepare_data.py
     elasticrt run --nproc-per-node 4 examples/prepare_data.py
 
-Kill the builder half way: another process takes over. Make it fail (--fail): all of them end with its error.
+Kill the process that builds half way, and another one takes over. Make it fail (--fail), and all processes end with its
+error.
 """
 
 import argparse
@@ -23,7 +24,7 @@ args = parser.parse_args()
 
 
 def build(directory: Path) -> None:
-    """Fill a private directory; it appears under its name when it is complete."""
+    """Fill `directory`, which nobody else sees. It gets its name when it is complete."""
     for part in range(args.parts):
         print(f"process {os.getpid()} builds part {part + 1} of {args.parts}", flush=True)
         time.sleep(1)

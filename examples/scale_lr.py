@@ -1,10 +1,10 @@
-r"""The learning rate follows the world size: each process brings samples of its own, so the global batch does as well.
+r"""Scales the learning rate with the world size: each process brings samples of its own, so the global batch grows.
 
     elasticrt simulate --nodes 2 --nnodes 1:3 --fault "step 50: kill node 1" --fault "step 120: add node" \
         examples/scale_lr.py
 
-With a fixed global batch (`global_batch_size=...`, the other examples) nothing has to be scaled: its size, and so the
-loss curve, is the same at any world size.
+With a global batch of a fixed size (`global_batch_size=...`, as in `mnist_ddp.py`) nothing has to be scaled: the loss
+curve is the same at any world size.
 """
 
 import argparse
@@ -31,7 +31,8 @@ loop = elasticrt.Loop(args.checkpoint_dir, model=model, optimizer=optimizer)
 
 
 def scale(change):
-    for group in optimizer.param_groups:  # The state is back by now: what it had saved is overwritten.
+    # The state has been restored by now. So this overwrites the learning rate that was saved.
+    for group in optimizer.param_groups:
         group["lr"] = args.lr * change.world_size
     if ctx.is_first:
         cost = "" if change.pause_s is None else f", after {change.pause_s:.2f} s and {change.steps_lost} steps lost"

@@ -1,11 +1,11 @@
-r"""Ten seconds of set-up, and a kill that does not cost them again.
+r"""Has ten seconds of set-up, and a kill that does not cost them again.
 
     elasticrt simulate --nodes 3 --nnodes 1:4 \
         --fault "step 40: kill worker 1" --fault "step 120: add node" examples/slow_start.py
 
-A real script builds the index of its data set, compiles its model and warms its loaders before the first step; here a
-sleep stands for all of that. Who survives a kill keeps what it has built, and its newest step. A replacement or a new
-node sets up while the others train, and is let in when it is ready.
+A real script builds the index of its dataset, compiles its model and warms its loaders before the first step. Here a
+sleep stands for all of that. Processes that survive a kill keep what they have built, and their newest step. A
+replacement or a new node sets up while the others train, and they let it in when it is ready.
 """
 
 import argparse
@@ -31,7 +31,8 @@ ctx = elasticrt.init()
 torch.manual_seed(0)
 x = torch.randn(4096, 8)
 data = TensorDataset(x, x[:, :1] * x[:, 1:2])
-time.sleep(args.set_up)  # an index, a compiled model, warm loaders
+# Stands for the set-up: an index, a compiled model, warm loaders.
+time.sleep(args.set_up)
 
 sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=64)
 loader = DataLoader(data, batch_sampler=sampler)
@@ -48,6 +49,7 @@ for epoch in loop.epochs(-(-args.steps // len(sampler)), max_steps=args.steps):
             optimizer.step()
             optimizer.zero_grad()
             loop.report(loss=loss)
-            time.sleep(args.step_time)  # stands for a model that has more to compute
+            # Stands for a larger model.
+            time.sleep(args.step_time)
     if ctx.is_first:
         print(f"epoch {epoch}  step {loop.steps_done}  loss {loss:.4f}  world size {ctx.world_size}", flush=True)

@@ -1,4 +1,4 @@
-"""Gradients averaged by hand: no DDP, one dist.all_reduce for each parameter.
+"""Averages gradients by hand: without DDP, one dist.all_reduce for each parameter.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/allreduce_by_hand.py
 """

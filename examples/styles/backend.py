@@ -1,4 +1,4 @@
-"""The backend by its name: gloo, nccl or mpi, where torch has been built with it.
+"""Takes the backend's name as an argument: gloo, nccl or mpi, if torch was built with it.
 
 elasticrt run --nproc-per-node 2 examples/styles/backend.py gloo
 """

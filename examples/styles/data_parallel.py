@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process, all its GPUs. It saves the bare model, whatever wraps it.
+"""Uses nn.DataParallel: one process with all its GPUs. Saves the model without its wrapper.
 
 elasticrt run examples/styles/data_parallel.py
 """

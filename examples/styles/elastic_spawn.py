@@ -1,4 +1,4 @@
-"""elasticrt.spawn: mp.spawn's signature, with workers that are started again when one fails, and values that come back.
+"""Uses elasticrt.spawn: like mp.spawn, but failed workers are started again, and return values come back.
 
 python examples/styles/elastic_spawn.py                                     # one node
 ELASTICRT_RUN_ID=job python examples/styles/elastic_spawn.py --nodes 2      # once on each of two

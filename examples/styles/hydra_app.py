@@ -1,4 +1,4 @@
-r"""A Hydra application, with Hydra's own output directory or with the run's, which is the same for all ranks.
+r"""A Hydra application. Its output goes to Hydra's own directory, or to the run's, which all ranks share.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/hydra_app.py lr=0.05 +note=hello
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/hydra_app.py \
@@ -52,7 +52,7 @@ def main(config: DictConfig) -> None:
             print(f"epoch {epoch}", flush=True)
     if dist.get_rank() == 0:
         toy.result(model.module)
-    # No destroy_process_group() here: in torch 2.13 it can hang when the model is a local variable that ends with it.
+    # No destroy_process_group() here: in torch 2.13 it can hang if the model is a local variable that is freed then.
 
 
 if __name__ == "__main__":

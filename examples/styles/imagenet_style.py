@@ -1,4 +1,4 @@
-"""The flags of the ImageNet example: one process per GPU from the launcher, or --multiprocessing-distributed.
+"""Has the flags of the ImageNet example: the launcher starts a process per GPU, or --multiprocessing-distributed does.
 
     elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/imagenet_style.py -b 64 --dist-backend gloo
     elasticrt run --nnodes 2 --nproc-per-node 1 examples/styles/imagenet_style.py -b 64 --dist-backend gloo \
@@ -41,7 +41,8 @@ def main_worker(gpu: int, args: argparse.Namespace) -> None:
     if os.path.isfile(args.resume):
         checkpoint = torch.load(args.resume, weights_only=True)
         start_epoch = checkpoint["epoch"]
-        model.load_state_dict(checkpoint["state_dict"])  # with the prefix "module.", as it was saved
+        # Its names have the prefix "module.", as DDP's own state_dict gives them.
+        model.load_state_dict(checkpoint["state_dict"])
     for epoch in range(start_epoch, args.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:

@@ -1,4 +1,4 @@
-"""A script for torch.distributed.launch: its local rank comes as --local-rank, which argparse insists on.
+"""A script for torch.distributed.launch: it needs its local rank as the argument --local-rank.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/launch_dash.py '--local-rank=${local_rank}'
 """

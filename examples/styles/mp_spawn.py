@@ -1,4 +1,4 @@
-"""mp.spawn inside the script: one agent with one worker on each node, which starts the node's processes itself.
+"""Calls mp.spawn in the script: each node's agent has one worker, which starts the node's processes itself.
 
     elasticrt run --nnodes 2 --nproc-per-node 1 examples/styles/mp_spawn.py --gpus 2
 

@@ -1,4 +1,4 @@
-"""Rank 0 saves `model.module.state_dict()`; after a barrier every rank loads it onto its own device.
+"""Rank 0 saves `model.module.state_dict()`. After a barrier every rank loads that onto its own device.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/rank0_save.py
 """

@@ -1,8 +1,8 @@
-"""DistributedSampler.set_epoch: another order in every epoch, the same in a run that was interrupted.
+"""Calls DistributedSampler.set_epoch: each epoch has an order of its own, which is the same after a restart.
 
     elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/set_epoch.py
 
-All ranks keep the list of what they saw, and rank 0 checks at the end that each epoch had every sample once.
+All ranks list the samples that they see. At the end rank 0 checks that each epoch had every sample once.
 """
 
 import os

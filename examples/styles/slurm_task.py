@@ -1,4 +1,4 @@
-"""A script for `srun python train.py`: each task is a rank, as SLURM_PROCID and SLURM_NTASKS say.
+"""A script for `srun python train.py`: each task is a rank, as SLURM_PROCID and SLURM_NTASKS give it.
 
 elasticrt run --as-srun --nnodes 2 --nproc-per-node 2 examples/styles/slurm_task.py
 """

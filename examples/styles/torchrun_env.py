@@ -1,4 +1,4 @@
-"""A torchrun script: everything it has to know is in its environment. Also what `elasticrt launch --use-env` runs.
+"""A script for torchrun: it reads everything from its environment. `elasticrt launch --use-env` runs it as well.
 
 elasticrt run --standalone --nproc-per-node 2 examples/styles/torchrun_env.py
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/torchrun_env.py

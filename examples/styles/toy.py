@@ -1,4 +1,4 @@
-"""What all styles train: a small model on data that everybody can compute, and the result that they all print."""
+"""The toy training that all styles share: a small model, data that each process can compute, and a printed result."""
 
 import os
 import time
@@ -24,7 +24,7 @@ def model() -> nn.Module:
 
 
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
-    """One step of training, which takes a moment as real ones do."""
+    """Make one step of training. It takes a moment, as a real step does. Returns the loss."""
     time.sleep(STEP_S)
     loss = nn.functional.mse_loss(network(x), y)
     optimizer.zero_grad()
@@ -34,13 +34,13 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, 
 
 
 def save(path: str, **state: object) -> None:
-    """Write beside it, then rename: whoever is killed here leaves the old file whole."""
+    """Write a file beside `path`, then rename it: a process that is killed here leaves the old file whole."""
     torch.save(state, path + ".new")
     os.replace(path + ".new", path)
 
 
 def result(network: nn.Module) -> None:
-    """The fit to the data, and numbers of the weights, so that two runs can be compared."""
+    """Print the loss on all data, and a norm of each weight tensor, so that two runs can be compared."""
     x, y = data().tensors
     with torch.no_grad():
         loss = nn.functional.mse_loss(network(x), y).item()

@@ -1,4 +1,4 @@
-"""The way of the DDP tutorials: a Trainer, `total_epochs save_every` as arguments, a snapshot by its relative path.
+"""Trains as the DDP tutorials do: a Trainer, the arguments `total_epochs save_every`, a snapshot at a relative path.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/tutorial.py 20 2
 """

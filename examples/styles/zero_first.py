@@ -1,4 +1,4 @@
-"""The barrier of the YOLO tutorials: on each node the first process reads the data and caches it, then the others do.
+"""Has the barrier of the YOLO tutorials: on each node one process caches the data, before the others read the cache.
 
 elasticrt run --nnodes 2 --nproc-per-node 2 examples/styles/zero_first.py
 """
@@ -27,7 +27,7 @@ def zero_first(local_rank):
 
 
 def cached(path):
-    """The dataset, from this node's cache; whoever finds none makes it."""
+    """The dataset, from this node's cache. A process that finds no cache makes it."""
     if not os.path.exists(path):
         toy.save(path, tensors=list(toy.data().tensors))
         print(f"node {os.environ.get('ELASTICRT_NODE')}: local rank {LOCAL_RANK} makes the cache", flush=True)

@@ -1,4 +1,4 @@
-"""From nn.DataParallel to DistributedDataParallel. Before: one process splits each batch over its GPUs."""
+"""From nn.DataParallel, where one process splits each batch over its GPUs, to DistributedDataParallel."""
 
 import time
 
@@ -29,6 +29,7 @@ for epoch in loop.epochs(EPOCHS):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+            # A step takes a moment, so that there is time to kill the process.
+            time.sleep(0.02)
     print(f"epoch {epoch}", flush=True)
 print(f"result: {[p.double().norm().item() for p in model.parameters()]}", flush=True)

@@ -1,4 +1,4 @@
-"""From download=True on every rank to prepare. Before: all processes of a node fetch and write the same files at once.
+"""From download=True on every rank, where all processes of a node write the same files at once, to prepare.
 
 before.py URL          of a file of 256 rows of 9 numbers
 """
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Rows(TensorDataset):
-    """A dataset as libraries have them: it downloads itself, if it is asked to and finds nothing."""
+    """A dataset as libraries have them: with `download` it downloads its files, if there are none."""
 
     def __init__(self, root, download=False):
         if download and not Path(root, "rows.csv").exists():
@@ -33,7 +33,8 @@ class Rows(TensorDataset):
             Path(root, "rows.csv").write_bytes(answer.read())
 
 
-root = f"data-{os.environ['GROUP_RANK']}"  # this node's disk
+# Stands for this node's own disk.
+root = f"data-{os.environ['GROUP_RANK']}"
 dist.init_process_group("gloo")
 dataset = Rows(root, download=True)
 sampler = torch.utils.data.distributed.DistributedSampler(dataset)
@@ -49,7 +50,8 @@ for epoch in range(20):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+        # A step takes a moment, so that there is time to kill the process.
+        time.sleep(0.02)
     if dist.get_rank() == 0:
         print(f"epoch {epoch}", flush=True)
 if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""From nodes, GPUs and ranks on the command line to none of them. Before: `before.py -n NODES -g GPUS -nr RANK`."""
+"""From a command line with nodes, GPUs and ranks (`before.py -n NODES -g GPUS -nr RANK`) to one without."""
 
 import argparse
 import os
@@ -60,7 +60,8 @@ def train(gpu, args):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+                # A step takes a moment, so that there is time to kill the process.
+                time.sleep(0.02)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}", flush=True)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""From mp.spawn to elasticrt.spawn. Before: the script makes a world of its own, at an address that it knows."""
+"""From mp.spawn, where the script makes a world of its own at an address that it knows, to elasticrt.spawn."""
 
 import os
 import time
@@ -28,7 +28,8 @@ class Trainer:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+        # A step takes a moment, so that there is time to kill the process.
+        time.sleep(0.02)
 
     def save_checkpoint(self, epoch: int):
         state = {"model": self.model.module.state_dict(), "first": epoch + 1}

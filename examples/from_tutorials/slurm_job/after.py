@@ -1,4 +1,4 @@
-"""From `srun python` to `srun elasticrt run`. Before: a task is a rank, and SLURM says which.
+"""From `srun python`, where each task is the rank that SLURM gives it, to `srun elasticrt run`.
 
 The batch script exports MASTER_ADDR (the first host of `scontrol show hostnames`) and MASTER_PORT.
 """
@@ -32,7 +32,8 @@ for epoch in loop.epochs(20):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+            # A step takes a moment, so that there is time to kill the process.
+            time.sleep(0.02)
     if rank == 0:
         print(f"epoch {epoch}", flush=True)
 if rank == 0:

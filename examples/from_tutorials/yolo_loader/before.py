@@ -1,4 +1,4 @@
-"""From zero_first to prepare. Before: on each node local rank 0 builds the cache while the others wait in a barrier."""
+"""From zero_first, where local rank 0 builds the cache while the others wait in a barrier, to prepare."""
 
 import os
 import time
@@ -49,7 +49,8 @@ for epoch in range(20):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+        # A step takes a moment, so that there is time to kill the process.
+        time.sleep(0.02)
     if RANK in {-1, 0}:
         print(f"epoch {epoch}", flush=True)
 if RANK in {-1, 0}:

@@ -1,4 +1,4 @@
-"""What such projects keep in a file of their own."""
+"""A helper that such projects keep in a file of their own."""
 
 from contextlib import contextmanager
 
