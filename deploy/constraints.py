@@ -1,6 +1,6 @@
-"""Prints pip constraints for the image: the base image's torch stays as it is, what it lacks comes as pinned.
+"""Prints pip constraints for the image: the torch of the base image stays as it is, and missing packages are pinned.
 
-Anything else that the base has is not constrained: pip leaves it alone as long as it will do.
+Other packages of the base image are not constrained. pip leaves them alone if their versions will do.
 
 python3 constraints.py pins.txt > constraints.txt
 """
@@ -14,16 +14,21 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 KEPT = ("torch", "nvidia-", "triton", "pytorch-triton")
-"""Gigabytes, and built for each other."""
+"""How the names of packages begin that must stay as they are: they have gigabytes, and are built for each other."""
 
 
 def normal(name: str) -> str:
-    """One spelling for each name."""
+    """The normal form of a package's name, which may be spelled in several ways."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def constraints(pins: Iterable[str], installed: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for each name: torch with what belongs to it as installed (name, version), what is missing as pinned."""
+    """The lines of the constraints: KEPT packages in their installed version, missing packages in their pinned one.
+
+    Args:
+        pins: lines of the form NAME==VERSION.
+        installed: name and version of each package of the base image.
+    """
     base = {normal(name): version for name, version in installed}
     chosen = {normal(pin.partition("==")[0]): pin.partition("==")[2] for pin in pins}
     chosen = {name: version for name, version in chosen.items() if name not in base}
@@ -32,7 +37,7 @@ def constraints(pins: Iterable[str], installed: Iterable[tuple[str, str]]) -> li
 
 
 def main(path: str) -> None:
-    """Print them."""
+    """Print the constraints for the pins in the file `path`."""
     lines = (line.partition("#")[0].strip() for line in Path(path).read_text().splitlines())
     found = [(each.metadata["Name"], each.version) for each in distributions() if each.metadata["Name"]]
     sys.stdout.write("".join(f"{line}\n" for line in constraints(filter(None, lines), found)))

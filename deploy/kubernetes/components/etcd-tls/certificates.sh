@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes an authority of its own and the two Secrets that TLS needs (components/etcd-tls, components/agents-tls), and prints them:
+# Makes a certificate authority and the two Secrets that TLS needs (components/etcd-tls, components/agents-tls), and
+# prints the Secrets:
 #
 #     certificates.sh NAMESPACE [DAYS] | kubectl apply --namespace NAMESPACE --filename -
 #
-# The authority's key is not kept. Run it again, with new certificates everywhere, before DAYS (365) have gone by.
+# The authority's key is not kept. Before DAYS (365) have passed, run this again, and replace all certificates.
 set -euo pipefail
 umask 077
 namespace=${1:?usage: certificates.sh NAMESPACE [DAYS]}
@@ -28,7 +29,8 @@ make() { # NAME SUBJECT EXTENDED_KEY_USAGE [NAMES]
   if [[ -n ${4:-} ]]; then printf 'subjectAltName=%s\n' "$4" >>"$1.ext"; fi
   openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days "$days" -extfile "$1.ext" -out "$1.crt" 2>/dev/null
 }
-make server etcd serverAuth,clientAuth "$names" # Members are each other's clients.
+# The members of etcd are clients of each other.
+make server etcd serverAuth,clientAuth "$names"
 make client elasticrt clientAuth
 
 for name in server client; do
