@@ -825,6 +825,7 @@ class Loop:
         self._guard.obey(self._world.hand_over)
         regroup.tidy()
         total = self._saving.run.total
+        # A rank was lost, and this one was in no collective to notice that.
         if self._world.in_place.has_seat:
             self._world.go_on()
         elif self._page.stop and handover.must_leave(self._page, total):
@@ -841,9 +842,11 @@ class Loop:
         Raises Handover where this process ends.
         """
         in_place = self._world.in_place
+        # The agents ask for a checkpoint where too few nodes are left for the run to train on.
         if self._page.save:
             self._saving.last()
         if in_place.possible:
+            # Once the agent knows that this process has stopped, its group may be cut at any time.
             in_place.settle()
             handover.staying(total)()
             self._world.go_on()

@@ -150,6 +150,7 @@ class World:
         """
         self._page.stepping = 0
         stepped_at_ns, steps = self._page.step_at_ns, self._state.position.steps
+        # Asked before the first seat is taken, after which this process is no newcomer any more.
         arrived, is_newcomer = False, self.in_place.worker.beside
         while not arrived:
             if not self.in_place.wait_for_seat():
@@ -160,7 +161,8 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
-                # There are too few nodes for a step. The state is exchanged all the same, so that rank 0 can save it.
+                # There are too few nodes for a step. The ranks have shared the state all the same, so that rank 0 can
+                # save it.
                 if self.in_place.worker.waits:
                     self._saving.while_waiting(handover.staying(self._saving.run.total))
                     continue
