@@ -1,1 +1,1 @@
-"""The training loop: steps, recovery in place, and what ties samplers, checkpoints and groups together."""
+"""Runs in the training script: the Loop with its steps and evaluations, recovery in place, and saving."""

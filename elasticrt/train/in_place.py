@@ -130,6 +130,8 @@ class InPlace:
 
     def _obstacle(self, loader: object, sampler: AnySampler) -> str:
         """What keeps this process from going on in place, in words; "" if nothing does."""
+        # In each case a process that lives on would use what belongs to its old place in the world, or newcomers would
+        # lack what it has.
         if sampler is not None and sampler.has_given_rank:
             return "the sampler was given its rank: leave rank and world size out"
         if sampler is not None and isinstance(loader, Iterator):
@@ -337,6 +339,7 @@ class InPlace:
         Args:
             step: the last step that this process has finished, for the report of a lost rank.
         """
+        # By these times the agent sees that this process has come for its seat, and how far it is.
         self._page.init_at_ns = time.monotonic_ns()
         self._page.step_at_ns = self._page.loop_at_ns = 0
         try:
@@ -347,6 +350,7 @@ class InPlace:
             if not self.lost(error, step):
                 raise
             return None
+        # Barriers are counted in the group's store, and newcomers begin at 0.
         barrier.begin_anew()
         context.renew(self.worker)
         self._page.in_place = IN_PLACE

@@ -316,8 +316,9 @@ class Loop:
             loader: the DataLoader of the Loop's sampler, or a class around it that yields the same batches in the same
                 order. Without a sampler any iterable.
 
-        Raises ConfigError for a loader that does not belong to the sampler, ReadAheadError when a batch is asked for
-        inside of a step, or when the first step comes after batches that were not trained.
+        Raises TypeError for a loader that is not iterable, ConfigError for one that does not belong to the sampler,
+        ReadAheadError when a batch is asked for inside of a step, or when the first step comes after batches that were
+        not trained, CheckpointError when an epoch of an IterableDataset would go on at another world size.
         """
         self._tracker.check("batches")
         validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
@@ -694,8 +695,8 @@ class Loop:
           them. Any other result is not given to other ranks.
 
         It can't be undone if it exchanges the weights of the model for the time of the call, as for those of an
-        average, nor before the first step. Then the loss of a rank ends this process as in `pause`. As a pause it is
-        never taken for a hang.
+        average, nor before the first step, nor in a script that can't go on in place. Then the loss of a rank ends this
+        process as in `pause`. As a pause it is never taken for a hang.
 
         After a step that was undone and will be made again, this does not call the function. It returns what it
         returned after the step before.
@@ -737,6 +738,8 @@ class Loop:
             kept = self._state.passed.result(tracker.next_of_head())
             validation.check_at_head(comes_alone=kept is None and bool(self._world.moves))
             return kept
+        # After a step that was undone, and in the second run of a body before its block, other ranks may be in the step
+        # already. They would miss the collectives of a call. If no rank has a result, as after a restart, all call it.
         elif tracker.repeats or (tracker.number_repeats and not self._page.pausing_ns):
             known, found = evaluations.repeat()
             validation.check_known(known=known or tracker.number_repeats)
@@ -770,6 +773,7 @@ class Loop:
         return self._tracker.slice is None and not self._undo.open
 
     def _aside(self, call: Callable[[], Result]) -> Result:
+        """The result of `call`, made as in a pause."""
         with self._pausing():
             return call()
 
@@ -782,6 +786,7 @@ class Loop:
         self._undo.outside = None
         self._weighting.begin(share)
         self._page.stepping = 1
+        # Noted before the forward. If the step is undone, this entry is written anew.
         if self._state.ledger.writes:
             self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 

@@ -50,6 +50,7 @@ def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
     """An optimizer or a scheduler among the objects that are `alive` that was not given, in words; "" if none."""
     modules = [each for each in given if isinstance(each, torch.nn.Module)]
     parameters = {id(each) for module in modules for each in module.parameters()}
+    # All objects that were given, or are inside of a given one at any depth.
     known: set[int] = set()
     to_see = list(given)
     while to_see:

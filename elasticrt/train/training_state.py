@@ -153,6 +153,7 @@ class TrainingState:
             "rng": rng_state.capture(),
             "vars": self.vars,
             "ledger": self.ledger.history(self.position.steps),
+            # Large, and so only where an optimizer has still to use them.
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
             "begun": self.begun == self.position.epoch,
             "passed": [self.passed.head, self.passed.body, self.passed.results],
@@ -207,6 +208,7 @@ class TrainingState:
             had = "without" if ours["sampler"] is None else "with"
             raise CheckpointError("the sampler changed", where, got=f"a state {had} a sampler")
         stateful.put_back(self.objects, data, where, shared=shared)
+        # Gradients of earlier steps, as a part of the state: an optimizer has still to use them.
         self.accumulates = any(each is not None for each in ours["gradients"])
         self.drop_gradients()
         for owner, gradient in zip(self.parameters() if ours["gradients"] else [], ours["gradients"], strict=True):
@@ -214,6 +216,7 @@ class TrainingState:
         if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position(**ours["position"])
+        # The loader has drawn its random number before the state was saved, and will draw once more in this process.
         self.begins_late = ours["begun"] and self.begun != self.position.epoch
         self.passed = Passed(*ours["passed"])
         self.ledger.restored(ours["ledger"])

@@ -237,6 +237,7 @@ class Undo:
         )
 
     def _gradients(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...] | None:
+        """Each parameter with a copy of its gradient; None if no parameter has a gradient."""
         owners = self._training.parameters()
         if all(each.grad is None for each in owners):
             return None
@@ -251,10 +252,11 @@ class Undo:
         if not self.touched:
             self._learn()
         known = not self._unknown and (not self.touched or self._state is not None)
-        # Everything else is put back in any case: another rank's state does not hold all of it, such as training modes.
         if known and self._state is not None:
             stateful.put_back(self._training.objects, self._state, "the beginning of the step")
         self._state = None
+        # Put back even if the state is not known: what another rank sends does not hold all of this, such as training
+        # modes.
         self._modules.put_back()
         states = {
             name: noted.state if isinstance(noted, Note) else noted for name, noted in self._beginning.objects.items()
@@ -323,6 +325,7 @@ class Undo:
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
         states = {**stateful.collect(noted), stateful.OURS: self._rates()}
         named = dict(self._training.vars)
+        # Copied in full, and not by a Note: this is done once for each change, and the script may change anything.
         self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_state.note() if whole else None
 
     def forget_between(self, *, again: bool = False) -> None:

@@ -98,6 +98,8 @@ class World:
         self._page = agent_client.status_page()
         # The world size of the last Change.
         self._size_before = 0
+        # A step is ended early for a new seat only until an optimizer has begun. After that its state would be that of
+        # no step, so the step is rather finished.
         self.in_place = InPlace(
             objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
         )
@@ -367,6 +369,7 @@ class World:
         """
         state, worker = self._state, self.in_place.worker
         state.numbers.rank, self.size = collectives.rank_and_world()
+        # -1 means that this rank has the state of no step, and needs another rank's.
         steps = state.position.steps if state.whole else -1
         spare, self.in_place.spare = self.in_place.spare, None
         taken = state_transfer.share(steps, meeting, self._to_others, self._overwritten, spare)
