@@ -124,7 +124,7 @@ class InPlace:
         self._page.in_place = IN_PLACE
 
     def end(self) -> None:
-        """Go on in place no longer: the Loop is over, and what the script does next can't be undone."""
+        """Go on in place no longer, because the Loop is over, or another Loop has begun inside of it."""
         self.possible = False
         self._page.in_place = 0
 
@@ -263,6 +263,7 @@ class InPlace:
         """
         regroup.cut()
         self._refusal = self._refusal or register_module_forward_pre_hook(self._refuse)
+        # A cut frees every thread but those whose message gloo has lost. A later look finds these.
         look = threading.Timer(STUCK_S, self._end_if_stuck)
         look.daemon = True
         look.start()
