@@ -65,7 +65,7 @@ def end_embedded_store(run_id: str) -> None:
         return
     with suppress(ProcessLookupError):  # It has ended since.
         os.kill(served.keeper_pid, signal.SIGINT)
-    wait_until(lambda: not served.lives(), f"the etcd of {run_id} has ended")
+    wait_until(lambda: not served.is_alive(), f"the etcd of {run_id} has ended")
 
 
 KNOCK = """

@@ -263,7 +263,7 @@ class EventLoop:
         `until`: as `_do` returns it. Alarms of the side and of the lease may end the wait sooner.
         """
         now = self._clock.monotonic()
-        alarms = [*self._side.alarms(now), until, self.session.look_at()]
+        alarms = [*self._side.alarms(now), until, self.session.next_check_at()]
         until = min((at for at in alarms if at is not None), default=None)
         # Even without a wait, the events that have come already are handled before the next decision.
         with contextlib.suppress(queue.Empty):
@@ -271,7 +271,7 @@ class EventLoop:
             self.handle(self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait())
         # This process may have been paused during the wait (SIGSTOP, a suspended machine). The lease may have ended
         # meanwhile, so it is checked before the next decision.
-        self.session.look()
+        self.session.check_clock()
         with contextlib.suppress(queue.Empty):
             while True:
                 self.handle(self.queue.get_nowait())

@@ -106,7 +106,7 @@ class Membership:
     def embedded_died(self) -> bool:
         """Whether this agent uses an embedded etcd whose keeper process has ended."""
         served = self.meeting.served
-        return served is not None and not served.lives()
+        return served is not None and not served.is_alive()
 
     def open_fresh(self, member: Member) -> None:
         """Join again at a fresh embedded etcd, as a new incarnation. Raises as `open` does."""

@@ -16,7 +16,7 @@ from elasticrt.rendezvous.requests import Conversation, Read
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import DEFAULT_PORT, is_loopback
-from elasticrt.store.embedded import Served, find_or_start, runtime_directory
+from elasticrt.store.embedded import EmbeddedServer, find_or_start, runtime_directory
 from elasticrt.store.etcd_server import connect
 from elasticrt.store.protocol import Address, Store, StoreUnavailable
 from elasticrt.text import shell
@@ -44,7 +44,7 @@ class Meeting:
 
     store: Store
     endpoints: tuple[Address, ...]
-    served: Served | None
+    served: EmbeddedServer | None
     address: str
 
     @property

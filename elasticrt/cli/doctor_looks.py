@@ -81,19 +81,19 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     """Look at each endpoint of etcd; without any, at an etcd of this machine's own, started for this."""
     endpoints, serve = configure.where_etcd_is(options)
     if serve is not None:
-        etcd_server.claim(serve, "--rdzv-endpoint")
+        etcd_server.resolve_listen_address(serve, "--rdzv-endpoint")
     for endpoint in endpoints:
         yield "etcd", _asked(endpoint, options, own=False)
     if endpoints:
         return
-    with embedded.new_data() as data:
+    with embedded.new_data_directory() as data:
         etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data))
         try:
             etcd.start()
             # A record is written and removed as agents do it, so that a full disk is found as well.
             with embedded.locked() as (directory, _):
                 record = embedded.record_of(directory, data.name)
-                embedded.write_record(record, embedded.Served(etcd.address, os.getpid(), start_of(os.getpid())))
+                embedded.write_record(record, embedded.EmbeddedServer(etcd.address, os.getpid(), start_of(os.getpid())))
                 record.unlink()
             yield "etcd", _asked(etcd.address, options, own=True)
         finally:

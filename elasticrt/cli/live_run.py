@@ -15,7 +15,7 @@ from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
-from elasticrt.store.embedded import Served, find
+from elasticrt.store.embedded import EmbeddedServer, find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
@@ -73,7 +73,7 @@ def _lives_here(directory: Path) -> bool:
     return _served(directory.name, story)[0] is not None or bool(run_dir.alive_here(story))
 
 
-def _served(run_id: str, story: Story | None) -> tuple[Served | None, str]:
+def _served(run_id: str, story: Story | None) -> tuple[EmbeddedServer | None, str]:
     """The etcd that agents on this machine have started for a run; None if there is none.
 
     Another directory's run may have the same id and that etcd. Then it is None, and the text says how to name that run.

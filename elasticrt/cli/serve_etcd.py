@@ -76,9 +76,9 @@ def main(arguments: argparse.Namespace) -> int:
                 "--insecure-etcd accepts that",
             )
         given = Address("https" if options.tls else "http", *options.listen)
-        listen = etcd_server.claim(given, "--listen")
+        listen = etcd_server.resolve_listen_address(given, "--listen")
     binary = etcd_server.find_binary()
-    with embedded.new_data() as directory:
+    with embedded.new_data_directory() as directory:
         listen = listen or etcd_server.socket_in(directory)
         return serve(binary, directory, listen, given or listen, options)
 
@@ -103,12 +103,12 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     flags = [word for pair in options.tls.items() for word in pair]
     flags += ["--client-cert-auth"] if options.client_ca_file is not None else []
     etcd = EtcdProcess(binary, directory, listen, tuple(flags))
-    signals = etcd_server.caught_signals()
+    signals = etcd_server.catch_signals()
     try:
         etcd.start()
         write(sys.stdout, "\n".join(how_to_join(given, options)) + "\n")
         # After SIGCHLD etcd may only have been stopped or continued.
-        while (number := signals.get()) == signal.SIGCHLD and etcd.runs():
+        while (number := signals.get()) == signal.SIGCHLD and etcd.is_running():
             pass
     finally:
         etcd.stop()

@@ -146,9 +146,9 @@ class Member:
             return
         # A lease that has ended, or was given up, never recovers. Only `Register` gets a new one.
         if self.me.lease != "lost":
-            self.me = replace(self.me, lease=state.word)
-        if state.word != "connected":
-            self._note(f"lease {state.word}: {state.reason}")
+            self.me = replace(self.me, lease=state.status)
+        if state.status != "connected":
+            self._note(f"lease {state.status}: {state.reason}")
             self.outage.suspect(now)
         elif self.outage.since is None:
             self.outage.alone_since = None

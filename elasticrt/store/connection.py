@@ -100,7 +100,7 @@ class Endpoint:
                 self._token = self._auth.Authenticate(request, timeout=timeout_s).token
             except grpc.RpcError as error:
                 # etcd's own client does the same: a server with authentication switched off needs no login.
-                if judge_error(*status(error)) is not ErrorMeaning.NO_AUTH:
+                if judge_error(*code_and_details(error)) is not ErrorMeaning.NO_AUTH:
                     raise
                 self._token = ""
 
@@ -129,7 +129,7 @@ class Connections:
     Attributes:
         names: the addresses, for messages.
         timeout_s: as given.
-        reached: whether any operation has been answered.
+        has_answered: whether any operation has been answered.
         store_id: the id of the store that was read last. The watcher compares it with the store that answers a watch.
     """
 
@@ -143,7 +143,7 @@ class Connections:
         self._closed = threading.Event()
         self._endpoints: list[Endpoint | None] = [None] * len(addresses)
         self._current = 0
-        self.reached = False
+        self.has_answered = False
         self.store_id = ""
 
     def current(self) -> Endpoint:
@@ -158,7 +158,7 @@ class Connections:
                 self._endpoints[self._current] = endpoint
             return endpoint
 
-    def failed(self, endpoint: Endpoint, *, redial: bool = False) -> None:
+    def move_on_from(self, endpoint: Endpoint, *, redial: bool = False) -> None:
         """Use the next endpoint, unless another thread does already. With `redial`, read its TLS files again."""
         with self._lock:
             if redial and endpoint in self._endpoints:
@@ -237,7 +237,7 @@ class _Operation:
         try:
             endpoint = self._connections.current()
         except ConfigError as error:
-            if not self._connections.reached:
+            if not self._connections.has_answered:
                 raise
             # The operation before could read these files, so they are just being replaced.
             self._last_failure = str(error)
@@ -249,38 +249,38 @@ class _Operation:
             timeout_s = max(0.0, until - time.monotonic())
             answer = method(endpoint)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise self._meaning(endpoint, metadata, error, sent=sent) from error
-        self._connections.reached = True
+            raise self._exception_for(endpoint, metadata, error, sent=sent) from error
+        self._connections.has_answered = True
         return answer
 
-    def _meaning(
+    def _exception_for(
         self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
     ) -> Exception:
         """The exception to raise for an error of this operation. `sent` is false if the login before it failed."""
-        code, details = status(error)
+        code, details = code_and_details(error)
         meaning, where = judge_error(code, details), str(endpoint.address)
         if meaning is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
             meaning = ErrorMeaning.NOT_SENT
-        if meaning is ErrorMeaning.REFUSED and not sent and self._connections.reached:
+        if meaning is ErrorMeaning.REFUSED and not sent and self._connections.has_answered:
             # The login was good before: the user or its password is being replaced.
             meaning = ErrorMeaning.NOT_SENT
             self._refusal = f"{details} at {where}"
         match meaning:
             case ErrorMeaning.NOT_SENT:
                 _logger.debug("etcd at %s: %s: %s", where, code, details)
-                self._connections.failed(endpoint)
+                self._connections.move_on_from(endpoint)
                 self._last_failure = self._refusal or f"{cause(details) or code} at {where}"
                 return _AgainError(self._last_failure)
             case ErrorMeaning.UNKNOWN:
-                self._connections.failed(endpoint)
+                self._connections.move_on_from(endpoint)
                 message = f"no answer from etcd to {self._what}: its effect is unknown"
                 return StoreUnavailable(message, where, got=cause(details) or code)
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
-                self._connections.failed(endpoint, redial=True)
+                self._connections.move_on_from(endpoint, redial=True)
                 self._last_failure = f"{cause(details)} at {where}"
                 # A certificate that has expired, ours or the server's, is renewed while the training goes on.
-                if self._connections.reached or len(self._untrusted) < len(self._connections.names):
+                if self._connections.has_answered or len(self._untrusted) < len(self._connections.names):
                     return _AgainError(self._last_failure)
                 what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
                 remedy = "Check host and port; an etcd with TLS needs https://"
@@ -293,10 +293,10 @@ class _Operation:
                 return _AgainError(f"{details} at {where}")
             case ErrorMeaning.LEASE_LOST:
                 return LeaseLost(f"the lease is gone, so etcd did not {self._what}", where, got=details)
-        return refused(self._what, where, code, details)
+        return refusal(self._what, where, code, details)
 
 
-def status(error: grpc.RpcError) -> tuple[str, str]:
+def code_and_details(error: grpc.RpcError) -> tuple[str, str]:
     """The name of a gRPC error's code, and its text."""
     # Every error that an RPC raises is also a grpc.Call, but its type does not say so.
     call: Any = error
@@ -317,7 +317,7 @@ def cause(details: str) -> str:
     return resolving.group() if resolving else text
 
 
-def refused(what: str, where: str, code: str, details: str) -> StoreRefused:
+def refusal(what: str, where: str, code: str, details: str) -> StoreRefused:
     """The exception for an answer that says no, with the remedy for the usual reasons."""
     text = f"{code} {details}".lower()
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")

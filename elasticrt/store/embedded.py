@@ -7,7 +7,7 @@ so it must belong to this user alone.
 What a crashed server leaves is removed, and a fresh server with a new identity takes its place. The etcd that pip
 installs may lose acknowledged writes in a crash, so its data is never used again.
 
-Each server has a supervisor, called its keeper: the process of `embedded_supervisor`.
+Each server has a keeper: the process of `embedded_keeper`, which starts it and ends it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KILLED_S_MAX = 1.0
 LOCK_S_MAX = 60.0
 """How many seconds to wait for the lock. Any start or stop of a server takes less."""
 
-PLACE, SESSIONS = "/tmp", "/run/user"  # noqa: S108  What is there is checked.
+RUNTIME_PARENT, SESSIONS_PARENT = "/tmp", "/run/user"  # noqa: S108  What is there is checked.
 """The parent of the runtime directory, and the parent of the directories that login sessions have."""
 
 DATA_PREFIX = "elasticrt-etcd-"
@@ -50,7 +50,7 @@ DATA_PREFIX = "elasticrt-etcd-"
 
 
 @dataclass(frozen=True)
-class Served:
+class EmbeddedServer:
     """A running embedded server, as its keeper has recorded it.
 
     Attributes:
@@ -64,21 +64,21 @@ class Served:
     keeper_pid: int
     keeper_start: int
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the keeper still runs. etcd does not outlive it."""
         return start_of(self.keeper_pid) == self.keeper_start
 
 
-def find(run_id: str) -> Served | None:
+def find(run_id: str) -> EmbeddedServer | None:
     """The server of this run on this machine, if there is one. Looking for it does not keep it alive.
 
     Raises ConfigError if the runtime directory is unsafe.
     """
     with locked() as (directory, _):
-        return _living(record_of(directory, run_id))
+        return _live_server(record_of(directory, run_id))
 
 
-def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
+def find_or_start(run_id: str, *, listen: Address | None = None) -> EmbeddedServer:
     """The server of this run on this machine, started if need be: on a socket of this user's, or at `listen`.
 
     The server ends when the run has had no member for half a minute (much sooner when the run has its result). Raises
@@ -87,13 +87,13 @@ def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
     """
     with locked() as (directory, lock_fd):
         record = record_of(directory, run_id)
-        if _living(record) is None:
+        if _live_server(record) is None:
             # A keeper that was killed leaves its record behind, and its run may never come back. So records of all runs
             # are looked at.
             for path in directory.glob("*.json"):
-                _living(path)
+                _live_server(path)
             _start(run_id, record, lock_fd, listen)
-        served = _living(record)
+        served = _live_server(record)
         # The new time of the record tells the keeper to wait for this agent: the keeper compares it before it ends. If
         # etcd has ended by itself, the keeper has removed the record meanwhile.
         with suppress(FileNotFoundError):
@@ -103,16 +103,16 @@ def find_or_start(run_id: str, *, listen: Address | None = None) -> Served:
         raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
 
 
-def read_record(path: Path) -> Served | None:
+def read_record(path: Path) -> EmbeddedServer | None:
     """The server that a keeper has recorded; None if there is no record, or none that can be read."""
     try:
         fields = json.loads(path.read_bytes())
-        return Served(**{**fields, "address": Address(**fields["address"])})
+        return EmbeddedServer(**{**fields, "address": Address(**fields["address"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def write_record(path: Path, served: Served) -> None:
+def write_record(path: Path, served: EmbeddedServer) -> None:
     """Record a server, in one step. The lock must be held. Raises StoreError if the record cannot be written."""
     draft = path.with_suffix(".new")
     try:
@@ -142,7 +142,7 @@ def locked() -> Iterator[tuple[Path, int]]:
     try:
         # A blocking flock has no deadline, and one that hangs would hang every agent of this user. So it is polled.
         deadline = time.monotonic() + LOCK_S_MAX
-        while not _locks(fd):
+        while not _try_lock(fd):
             if time.monotonic() >= deadline:
                 what = "the lock of the embedded etcd stays taken"
                 raise StoreError(what, str(directory), got=f"{LOCK_S_MAX:g} s")
@@ -152,7 +152,7 @@ def locked() -> Iterator[tuple[Path, int]]:
         os.close(fd)
 
 
-def _locks(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     """Whether the lock could be taken on this descriptor, without waiting."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,10 +161,10 @@ def _locks(fd: int) -> bool:
     return True
 
 
-def _living(record: Path) -> Served | None:
+def _live_server(record: Path) -> EmbeddedServer | None:
     """The server of a record. None if its keeper has ended; then the record is removed."""
     served = read_record(record)
-    if served is not None and served.lives():
+    if served is not None and served.is_alive():
         return served
     record.unlink(missing_ok=True)
     return None
@@ -178,12 +178,12 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
         "binary": str(etcd_server.find_binary()),
         "listen": None
         if listen is None
-        else asdict(etcd_server.claim(listen, "--rdzv-endpoint, or SLURM's first node")),
+        else asdict(etcd_server.resolve_listen_address(listen, "--rdzv-endpoint, or SLURM's first node")),
         "lock_fd": lock_fd,
     }
     try:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "elasticrt.store.embedded_supervisor", json.dumps(order)],
+            [sys.executable, "-m", "elasticrt.store.embedded_keeper", json.dumps(order)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -196,9 +196,9 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
         # This process will talk to the server, so it loads the client while the server starts.
         import elasticrt.store.etcd  # noqa: F401
 
-        text = _said(keeper)
+        text = _answer_of(keeper)
     except OSError as failure:
-        got, remedy = etcd_server.in_our_words(str(failure))
+        got, remedy = etcd_server.reason_and_remedy(str(failure))
         what = "the embedded etcd could not be started"
         raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
     if not text:
@@ -209,7 +209,7 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
         raise StoreError(error)
 
 
-def _said(keeper: subprocess.Popen[bytes]) -> bytes:
+def _answer_of(keeper: subprocess.Popen[bytes]) -> bytes:
     """The answer of a keeper when its server is there, or cannot be. A keeper without a timely answer is killed."""
     try:
         text, _ = keeper.communicate(timeout=START_S_MAX)
@@ -236,7 +236,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
-def new_data() -> Iterator[Path]:
+def new_data_directory() -> Iterator[Path]:
     """A data directory for a server and its socket, removed afterwards; in /tmp if the usual path is too long.
 
     The directory is locked until this process ends. An unlocked directory was left by a process that was killed, so it
@@ -247,11 +247,11 @@ def new_data() -> Iterator[Path]:
     # /tmp belongs to all users, but `mkdtemp` makes a directory of this user alone.
     where = where if len(os.fsencode(where)) <= room else "/tmp"  # noqa: S108
     for left in Path(where).glob(f"{DATA_PREFIX}*"):
-        fd = -1 if what_is_unsafe(left) else _hold(left)
+        fd = -1 if what_is_unsafe(left) else _lock_directory(left)
         if fd >= 0:
             shutil.rmtree(left, ignore_errors=True)
             os.close(fd)
-    while _hold(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
+    while _lock_directory(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
         # Another process took the new directory for one that was left, before it was locked here.
         pass
     try:
@@ -260,14 +260,14 @@ def new_data() -> Iterator[Path]:
         shutil.rmtree(data, ignore_errors=True)
 
 
-def _hold(data: Path) -> int:
+def _lock_directory(data: Path) -> int:
     """Lock a directory. Returns the descriptor that has the lock, -1 if another process holds or has removed it."""
     try:
         fd = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return -1
     # Between `open` and the lock another process may have removed the directory.
-    if _locks(fd) and data.exists():
+    if _try_lock(fd) and data.exists():
         return fd
     os.close(fd)
     return -1
@@ -282,8 +282,8 @@ def runtime_directory() -> Path:
     Raises ConfigError if the directory is not one that only this user can touch.
     """
     uid = os.getuid()
-    session, chosen = Path(SESSIONS, str(uid)), Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    directory = Path(PLACE, f"elasticrt-{uid}")
+    session, chosen = Path(SESSIONS_PARENT, str(uid)), Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    directory = Path(RUNTIME_PARENT, f"elasticrt-{uid}")
     if chosen.is_absolute() and chosen.resolve() != session.resolve() and _is_ours(chosen):
         directory = chosen / "elasticrt"
     elif what_is_unsafe(directory) and _is_ours(session):

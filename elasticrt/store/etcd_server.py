@@ -49,7 +49,7 @@ SOCKET = "etcd:0"
 LOG_TAIL_BYTES = 64 * 1024
 """How much of the log's end is searched for the reason of a failure."""
 
-LOG_OF_WRITES_BYTES = 64 << 20
+WAL_BYTES = 64 << 20
 """The size of the write-ahead log that a server allocates at once."""
 
 
@@ -148,7 +148,7 @@ def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
     return False
 
 
-def caught_signals() -> SimpleQueue[int]:
+def catch_signals() -> SimpleQueue[int]:
     """A queue that gets the numbers of SIGTERM, SIGINT and SIGCHLD, which do nothing else from now on.
 
     A scheduler may send SIGUSR1 to every process of a job, as a warning. Here it does nothing, nor in the etcd that is
@@ -212,12 +212,12 @@ class EtcdProcess:
             self.stop()
             got, remedy = self.why_it_ended()
         except OSError as error:
-            got, remedy = in_our_words(str(error))
+            got, remedy = reason_and_remedy(str(error))
         got = got or (f"not ready within {READY_S_MAX:g} s" if code is None else f"ended with code {code}")
         remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
         raise StoreError("etcd did not start", self._command[0], got=got, remedy=remedy)
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the server has been started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
@@ -226,13 +226,13 @@ class EtcdProcess:
         log = self._data / LOG
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-            got, remedy = in_our_words(file.read().decode(errors="replace"))
+            got, remedy = reason_and_remedy(file.read().decode(errors="replace"))
         # On a full disk the log may end before the reason, and its last lines may name a limit of the process instead.
         room = os.statvfs(self._data)
         free = room.f_bavail * room.f_frsize
-        if free >= LOG_OF_WRITES_BYTES:
+        if free >= WAL_BYTES:
             return got, remedy
-        full = f"{self._data.parent} has {free >> 20} MiB free, of {LOG_OF_WRITES_BYTES >> 20} MiB that it needs"
+        full = f"{self._data.parent} has {free >> 20} MiB free, of {WAL_BYTES >> 20} MiB that it needs"
         return "; ".join(filter(None, (got, full))), "Make room there, or set TMPDIR"
 
     def stop(self) -> None:
@@ -303,7 +303,7 @@ def resolve_for_others(host: str, option: str) -> str:
     return ip
 
 
-def claim(listen: Address, option: str) -> Address:
+def resolve_listen_address(listen: Address, option: str) -> Address:
     """The address `listen` with an IP address of this machine, if etcd can listen there. Raises ConfigError."""
     ip = resolve(listen.host, option)
     if is_loopback(replace(listen, host=ip)) and not is_loopback(listen):
@@ -345,7 +345,7 @@ def check_pem_files(context: SSLContext, where: str, ca: str | None, certificate
         raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
 
 
-def in_our_words(text: str) -> tuple[str, str]:
+def reason_and_remedy(text: str) -> tuple[str, str]:
     """The reason in the output of a server, or in the error of its start, and the remedy if one is known. Pure."""
     remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

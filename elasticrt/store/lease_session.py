@@ -1,9 +1,9 @@
 """The lease of one agent: kept alive on a thread of its own, and judged by this machine's clock.
 
 The thread talks to etcd, and may hang in a call for as long as the store's timeout. Meanwhile the agent's loop watches
-the clock: it calls `look` each time it goes round, and no later than `look_at`.
+the clock: it calls `check_clock` each time it goes round, and no later than `next_check_at`.
 
-Whether the agent may act on its view depends on when etcd last answered. `judge` says so in one of three words:
+Whether the agent may act on its view depends on when etcd last answered. `judge` gives one of three statuses:
 
 * *connected*;
 * *suspended*: the last answer is older than two thirds of the TTL, or this process was stopped meanwhile. etcd may have
@@ -29,7 +29,7 @@ from elasticrt.store.protocol import Lease, LeaseLost, Store
 
 _logger = logging.getLogger(__name__)
 
-Word = Literal["connected", "suspended", "lost"]
+LeaseStatus = Literal["connected", "suspended", "lost"]
 
 KEEP_ALIVE_SHARE = 1 / 3
 """The time between two keep-alives, as a share of the TTL; etcd's own client uses the same."""
@@ -47,17 +47,17 @@ class SessionState:
     """What is known about a lease.
 
     Attributes:
-        word: connected, suspended or lost.
+        status: connected, suspended or lost.
         lease_id: the lease.
         reason: why, in words for people.
     """
 
-    word: Word
+    status: LeaseStatus
     lease_id: int
     reason: str
 
 
-def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: bool) -> tuple[Word, str]:
+def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: bool) -> tuple[LeaseStatus, str]:
     """The state of a lease, and why. Pure.
 
     Args:
@@ -84,9 +84,9 @@ class LeaseSession:
     Args:
         store: grants the lease.
         ttl_s: the TTL to ask for, in seconds.
-        sink: called with the new state when the word changes, the first `connected` included, in order. It is called on
-            whichever thread noticed the change. It must hand the state over (put it into a queue) and return, and must
-            not call the session.
+        sink: called with the new state when the status changes, the first `connected` included, in order. It is called
+            on whichever thread noticed the change. It must hand the state over (put it into a queue) and return, and
+            must not call the session.
         now: the clock, in seconds.
 
     Attributes:
@@ -110,7 +110,7 @@ class LeaseSession:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._lease: Lease | None = None
-        self._word: Word | None = None
+        self._status: LeaseStatus | None = None
         self._acked_at = self._looked_at = 0.0
         self._lost = self._closed = False
         self._thread: threading.Thread | None = None
@@ -139,16 +139,16 @@ class LeaseSession:
         self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Look at the clock now. The word may change without an answer, or this process may have been stopped."""
+    def check_clock(self) -> None:
+        """Look at the clock now. The status may change without an answer, or this process may have been stopped."""
         with self._lock:
             if self._lease is not None and not self._closed:
                 self._judge()
 
-    def look_at(self) -> float | None:
-        """When to look again if no answer comes, on the session's clock. None if only an answer can change the word."""
+    def next_check_at(self) -> float | None:
+        """When to look again if no answer comes, on the session's clock. None if only an answer can change it."""
         with self._lock:
-            if self._lease is None or self._word != "connected":
+            if self._lease is None or self._status != "connected":
                 return None
             return self._acked_at + SUSPENDED_SHARE * self._lease.ttl_s
 
@@ -208,15 +208,15 @@ class LeaseSession:
         return min(RETRY_S_MAX, lease.ttl_s * KEEP_ALIVE_SHARE) if reason else 0.0
 
     def _judge(self, failure: str = "") -> None:
-        """Judge the lease, and tell the sink if the word has changed. The lock must be held."""
+        """Judge the lease, and tell the sink if the status has changed. The lock must be held."""
         assert self._lease is not None, "there is a lease to judge"
         now = self._now()
-        word, reason = judge(
+        status, reason = judge(
             ttl_s=self._lease.ttl_s, acked_at=self._acked_at, looked_at=self._looked_at, now=now, lost=self._lost
         )
         self._looked_at = now
-        if word != self._word:
-            self._word = word
-            if word == "suspended" and failure:
+        if status != self._status:
+            self._status = status
+            if status == "suspended" and failure:
                 reason = f"{reason}: {failure}"
-            self._sink(SessionState(word, self._lease.lease_id, reason))
+            self._sink(SessionState(status, self._lease.lease_id, reason))

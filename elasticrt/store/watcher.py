@@ -18,7 +18,7 @@ from typing import Any
 
 from elasticrt.errors import ElasticError
 from elasticrt.store import etcd_messages
-from elasticrt.store.connection import Connections, Endpoint, grpc, status
+from elasticrt.store.connection import Connections, Endpoint, code_and_details, grpc
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
 from elasticrt.store.protocol import Changes, Event, Resync, StoreUnavailable, WatchSink
 
@@ -52,10 +52,10 @@ class EtcdWatch:
     logged_in_again: bool = False
 
     def request(self) -> Any:
-        """The message that starts the watch, one revision early (see `fresh`)."""
+        """The message that starts the watch, one revision early (see `new_events`)."""
         return etcd_messages.watch_request(self.range, self.number, max(1, self.next_revision - 1))
 
-    def fresh(self, messages: Any) -> tuple[Event, ...]:
+    def new_events(self, messages: Any) -> tuple[Event, ...]:
         """The events that the sink has not seen.
 
         A watch starts one revision early, and the events of that revision are dropped here. The reason is that a
@@ -129,7 +129,7 @@ class Watcher:
         failures = 0
         try:
             while not self._closed.is_set():
-                failures = 1 if self._stream() else failures + 1
+                failures = 1 if self._run_stream() else failures + 1
                 pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
                 # Jitter keeps the agents of a run from coming back to a restarted etcd all at once.
                 self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311
@@ -143,7 +143,7 @@ class Watcher:
             for watch in watches:
                 self._end(watch, "cancelled: the watch thread failed")
 
-    def _stream(self) -> bool:
+    def _run_stream(self) -> bool:
         """Run one stream from its start to its end. Returns whether the server answered at all."""
         answered = False
         endpoint: Endpoint | None = None
@@ -155,13 +155,13 @@ class Watcher:
                 self._dispatch(response, endpoint)
         except grpc.RpcError as error:
             assert endpoint is not None, "an RPC needs an endpoint"
-            self._lost(endpoint, error)
+            self._note_lost_stream(endpoint, error)
         except ElasticError as error:
             _logger.debug("no watch stream: %s", error)
         finally:
             self._hang_up()
         if endpoint is not None:
-            self._connections.failed(endpoint)
+            self._connections.move_on_from(endpoint)
         return answered
 
     def _open(self, endpoint: Endpoint) -> Iterator[Any]:
@@ -190,15 +190,15 @@ class Watcher:
             requests.put(None)
             self._call.cancel()
 
-    def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> None:
+    def _note_lost_stream(self, endpoint: Endpoint, error: grpc.RpcError) -> None:
         """Draw the consequences of a stream that ended with an error: a new login, or TLS files that are read again."""
-        code, details = status(error)
+        code, details = code_and_details(error)
         _logger.debug("the watch stream of etcd at %s has ended: %s: %s", endpoint.address, code, details)
-        verdict = judge_error(code, details)
-        if verdict is ErrorMeaning.LOGIN:
+        meaning = judge_error(code, details)
+        if meaning is ErrorMeaning.LOGIN:
             endpoint.log_out(endpoint.metadata)
-        elif verdict is ErrorMeaning.UNTRUSTED:
-            self._connections.failed(endpoint, redial=True)
+        elif meaning is ErrorMeaning.UNTRUSTED:
+            self._connections.move_on_from(endpoint, redial=True)
 
     def _dispatch(self, response: Any, endpoint: Endpoint) -> None:
         """Give one response to its watch."""
@@ -217,13 +217,13 @@ class Watcher:
         elif response.compact_revision:
             self._end(watch, "compacted")
         elif response.canceled:
-            self._cancelled(watch, response, endpoint)
+            self._on_cancelled(watch, response, endpoint)
         elif response.created:
-            self._created(watch, response)
+            self._on_created(watch, response)
         else:
-            self._changed(watch, response)
+            self._on_changes(watch, response)
 
-    def _created(self, watch: EtcdWatch, response: Any) -> None:
+    def _on_created(self, watch: EtcdWatch, response: Any) -> None:
         """Check that the store is not behind what this watch has seen."""
         # A follower may lag behind a revision that was read at another member. Only a linearizable read proves that
         # revisions went back, as in a store that was restored from a backup or begun anew.
@@ -235,26 +235,26 @@ class Watcher:
                 return
         watch.logged_in_again = False
 
-    def _changed(self, watch: EtcdWatch, response: Any) -> None:
+    def _on_changes(self, watch: EtcdWatch, response: Any) -> None:
         """Deliver events, or a progress notice."""
         # A progress notice: everything up to this revision has been delivered.
         if not response.events:
             if response.header.revision >= watch.next_revision:
                 watch.next_revision = response.header.revision + 1
-                self._tell(watch, Changes((), response.header.revision))
+                self._deliver(watch, Changes((), response.header.revision))
             return
-        events = watch.fresh(response.events)
+        events = watch.new_events(response.events)
         if events:
             watch.next_revision = events[-1].mod_revision + 1
-            self._tell(watch, Changes(events, events[-1].mod_revision))
+            self._deliver(watch, Changes(events, events[-1].mod_revision))
 
-    def _cancelled(self, watch: EtcdWatch, response: Any, endpoint: Endpoint) -> None:
+    def _on_cancelled(self, watch: EtcdWatch, response: Any, endpoint: Endpoint) -> None:
         """End a watch that etcd has cancelled, or start it again if its login has expired."""
         reason = response.cancel_reason
-        verdict = judge_error("UNKNOWN", reason)
+        meaning = judge_error("UNKNOWN", reason)
         # To a watch etcd says "permission denied" also when it does not know the token any more.
-        refused_login = verdict is ErrorMeaning.LOGIN or "permission denied" in reason
-        if verdict is ErrorMeaning.COMPACTED:
+        refused_login = meaning is ErrorMeaning.LOGIN or "permission denied" in reason
+        if meaning is ErrorMeaning.COMPACTED:
             self._end(watch, "compacted")
         elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
             # This ends the stream, so that all watches start again with a new login. A watch gets only one new login,
@@ -266,10 +266,10 @@ class Watcher:
 
     def _end(self, watch: EtcdWatch, reason: str) -> None:
         """Deliver the last notice of a watch, and remove the watch."""
-        self._tell(watch, Resync(reason))
+        self._deliver(watch, Resync(reason))
         self.remove(watch)
 
-    def _tell(self, watch: EtcdWatch, notice: Changes | Resync) -> None:
+    def _deliver(self, watch: EtcdWatch, notice: Changes | Resync) -> None:
         # A watch that has been cancelled meanwhile delivers nothing.
         if watch.number in self._watches:
             watch.sink(notice)

@@ -251,7 +251,7 @@ class Job:
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if b"elasticrt.store.embedded_supervisor" in words or words[0].endswith(b"/etcd"):
+                if b"elasticrt.store.embedded_keeper" in words or words[0].endswith(b"/etcd"):
                     found.append(pid)
         return found
 

@@ -19,10 +19,10 @@ import pytest
 
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.store import embedded
-from elasticrt.store.embedded import Served, find, find_or_start, read_record, runtime_directory
-from elasticrt.store.embedded_supervisor import FOUND_S, LINGER_S
+from elasticrt.store.embedded import EmbeddedServer, find, find_or_start, read_record, runtime_directory
+from elasticrt.store.embedded_keeper import FOUND_S, LINGER_S
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.etcd_server import claim
+from elasticrt.store.etcd_server import resolve_listen_address
 from elasticrt.store.protocol import Address, Put, StoreUnavailable, Txn
 from tests.servers import free_port, refused_to_others, wait_until
 
@@ -37,7 +37,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for path in directory.glob("*.json"):
         served = read_record(path)
         assert served is not None, path.read_text()
-        if served.lives():
+        if served.is_alive():
             os.kill(served.keeper_pid, signal.SIGINT)
     wait_until(lambda: not list(directory.glob("*")), "all keepers have ended")
 
@@ -52,12 +52,12 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def nothing_is_left(served: Served, runtime: Path) -> bool:
+def nothing_is_left(served: EmbeddedServer, runtime: Path) -> bool:
     """No process, no file."""
     return gone(served.keeper_pid) and not list(runtime.iterdir()) and not data_directories()
 
 
-def write(served: Served, key: str, ttl_s: float = 0) -> int:
+def write(served: EmbeddedServer, key: str, ttl_s: float = 0) -> int:
     """Write a key of run `r`, bound to a lease if it has a TTL; the lease."""
     store = EtcdStore((served.address,))
     lease = store.grant(ttl_s).lease_id if ttl_s else 0
@@ -66,7 +66,7 @@ def write(served: Served, key: str, ttl_s: float = 0) -> int:
     return lease
 
 
-def etcd_pid(served: Served) -> int:
+def etcd_pid(served: EmbeddedServer) -> int:
     """The server's own process."""
     (etcd,) = psutil.Process(served.keeper_pid).children()
     return etcd.pid
@@ -322,7 +322,7 @@ def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own ETCD_ variables, which would stop etcd from starting, do not reach it."""
     monkeypatch.setenv("ETCD_NAME", "mine")
     monkeypatch.setenv("ETCD_DATA_DIR", "/nonexistent")
-    assert find_or_start("r").lives()
+    assert find_or_start("r").is_alive()
 
 
 @pytest.fixture
@@ -393,8 +393,8 @@ def test_choice_of_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.Mon
     for each in (place, session, opened):
         each.mkdir(mode=0o700, parents=True)
     opened.chmod(0o777)
-    monkeypatch.setattr(embedded, "PLACE", str(place))
-    monkeypatch.setattr(embedded, "SESSIONS", str(session.parent))
+    monkeypatch.setattr(embedded, "RUNTIME_PARENT", str(place))
+    monkeypatch.setattr(embedded, "SESSIONS_PARENT", str(session.parent))
     for given in (str(session), "", "relative", str(tmp_path / "missing"), str(opened)):
         monkeypatch.setenv("XDG_RUNTIME_DIR", given)
         assert runtime_directory() == place / f"elasticrt-{uid}"
@@ -410,8 +410,8 @@ def test_a_name_that_another_user_has_taken_keeps_nobody_out(tmp_path: Path, mon
     taken, session = tmp_path / f"elasticrt-{uid}", tmp_path / "sessions" / uid
     taken.mkdir()
     taken.chmod(0o777)
-    monkeypatch.setattr(embedded, "PLACE", str(tmp_path))
-    monkeypatch.setattr(embedded, "SESSIONS", str(session.parent))
+    monkeypatch.setattr(embedded, "RUNTIME_PARENT", str(tmp_path))
+    monkeypatch.setattr(embedded, "SESSIONS_PARENT", str(session.parent))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     with pytest.raises(ConfigError, match="unsafe runtime directory"):
         runtime_directory()
@@ -424,5 +424,5 @@ def test_port_that_is_taken_is_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("http", "localhost", listener.getsockname()[1])
         with pytest.raises(ConfigError, match=r"\(--listen\).*in use"):
-            claim(address, "--listen")
-    assert claim(address, "--listen") == Address("http", "127.0.0.1", address.port)
+            resolve_listen_address(address, "--listen")
+    assert resolve_listen_address(address, "--listen") == Address("http", "127.0.0.1", address.port)

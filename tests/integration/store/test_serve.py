@@ -17,7 +17,7 @@ from elasticrt.cli.main import main
 from elasticrt.store import embedded
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.etcd_server import claim
+from elasticrt.store.etcd_server import resolve_listen_address
 from elasticrt.store.protocol import Address, Put, Txn
 from tests.servers import free_port, refused_to_others
 
@@ -76,12 +76,12 @@ def test_killed_command_takes_its_server_along() -> None:
         process.kill()
         process.wait(20)
         etcd.wait(20)
-    claim(Address("http", "127.0.0.1", port), "--listen")
+    resolve_listen_address(Address("http", "127.0.0.1", port), "--listen")
     (left,) = Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*")
     with served() as (process, _):
         assert not left.exists()
         (used,) = Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*")
-        with embedded.new_data() as other:
+        with embedded.new_data_directory() as other:
             assert other.exists()
             assert used.exists(), "a living one's files stay"
         assert not other.exists()

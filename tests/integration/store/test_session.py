@@ -25,7 +25,7 @@ class Words:
         self.states.append(state)
 
     def __str__(self) -> str:
-        return " ".join(state.word for state in self.states)
+        return " ".join(state.status for state in self.states)
 
     def wait(self, words: str) -> None:
         """Until exactly these words have come."""

@@ -154,7 +154,7 @@ def test_all_threads_of_an_agent_are_named_as_ours():
     package = Path(__file__).parents[3] / "elasticrt"
     for folder in ("agent", "workers", "liveness", "store"):
         for path in (package / folder).glob("*.py"):
-            if path.name == "embedded_supervisor.py":  # A process of its own.
+            if path.name == "embedded_keeper.py":  # A process of its own.
                 continue
             text = path.read_text()
             named = text.count('name="elasticrt-') + text.count('name=f"elasticrt-')

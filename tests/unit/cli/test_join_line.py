@@ -15,7 +15,7 @@ from elasticrt.cli.main import build_parser
 from elasticrt.option_values import options_of
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
-from elasticrt.store.embedded import Served
+from elasticrt.store.embedded import EmbeddedServer
 from elasticrt.store.protocol import Address
 from tests.memory_store import MemoryServer, MemoryStore
 
@@ -59,7 +59,7 @@ def _here(settings: Settings) -> Settings:
 def _line(settings: Settings, spec: RunSpec) -> list[str]:
     """The words behind `elasticrt run` of the first line to paste."""
     here = Address("http", "127.0.0.1", 4242)
-    served = None if settings.etcd else Served(here, 1, 1)
+    served = None if settings.etcd else EmbeddedServer(here, 1, 1)
     meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served, "127.0.0.1")
     line = next(line for line in how_to_join(settings, spec, meeting) if line.startswith("join from"))
     words = shlex.split(line.partition(" machine: ")[2])

@@ -19,7 +19,7 @@ from elasticrt.ipc.proc import start_of
 from elasticrt.rendezvous.records import Generation, HandoverRecord, Keys, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
-from elasticrt.store.embedded import Served, find, locked, record_of, write_record
+from elasticrt.store.embedded import EmbeddedServer, find, locked, record_of, write_record
 from elasticrt.store.protocol import Address, Delete, Put, Txn
 from elasticrt.story import run_dir
 from elasticrt.story.sentences import state
@@ -49,7 +49,7 @@ def _run(
     log.close()
     if lives:
         with locked() as (directory, _):
-            write_record(record_of(directory, name), Served(served, os.getpid(), start_of(os.getpid())))
+            write_record(record_of(directory, name), EmbeddedServer(served, os.getpid(), start_of(os.getpid())))
 
 
 def _arguments(run: str | None = None) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.store.etcd_server import in_our_words
+from elasticrt.store.etcd_server import reason_and_remedy
 
 STACK = """
 goroutine 1 [running, locked to thread]:
@@ -58,7 +58,7 @@ runtime.goexit()
 )
 def test_in_our_words(text: str, got: str, helps: str) -> None:
     """G17: files, threads, memory and space that run out are told with the limit to raise."""
-    found, remedy = in_our_words(text)
+    found, remedy = reason_and_remedy(text)
     assert found == got
     assert helps in remedy
     assert bool(remedy) == bool(helps)

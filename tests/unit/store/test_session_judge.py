@@ -1,4 +1,4 @@
-"""The word for a lease: as a table, and from when an answer counts."""
+"""The status of a lease: as a table, and from when an answer counts."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_an_answer_counts_from_when_its_question_was_sent(asked: str) -> None:
             store.delay_s = late_s
         session.grant()
         if asked == "keep-alive":
-            assert states.get(timeout=20).word == "connected"
+            assert states.get(timeout=20).status == "connected"
             store.delay_s = late_s
         state = states.get(timeout=20)
-        assert (state.word, state.reason) == ("suspended", f"no answer from etcd for {late_s:.1f} s")
+        assert (state.status, state.reason) == ("suspended", f"no answer from etcd for {late_s:.1f} s")
     finally:
         session.close(timeout_s=20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrt.store.embedded_supervisor import Need
+from elasticrt.store.embedded_keeper import ServerDemand
 from elasticrt.store.protocol import Delete, Put, Txn
 from tests.memory_store import MemoryServer, MemoryStore
 
@@ -11,27 +11,29 @@ def test_members_are_counted() -> None:
     """A run needs its server while it has members, a while after the last, and a while after an agent has found it."""
     server = MemoryServer(lambda: 0.0)
     store = MemoryStore(server)
-    need = Need(store, "r", 100.0)
+    demand = ServerDemand(store, "r", 100.0)
 
     def commit(*operations: Put | Delete) -> None:
         store.commit(Txn((), operations))
 
-    assert [need.over(1, now) for now in (100.0, 129.9, 130.0)] == [False, False, True], "the first takes its time"
+    assert [demand.is_over(1, now) for now in (100.0, 129.9, 130.0)] == [False, False, True], "the first takes its time"
     commit(Put("/elasticrt/r/members/a", b""), Put("/elasticrt/other/members/x", b""))
-    assert not need.over(1, 200.0)
+    assert not demand.is_over(1, 200.0)
     commit(Delete("/elasticrt/r/members/a"))
-    assert [need.over(1, now) for now in (229.9, 230.0)] == [False, True]
-    assert [need.over(2, now) for now in (231.0, 260.9, 261.0)] == [False, False, True], "somebody has found it"
+    assert [demand.is_over(1, now) for now in (229.9, 230.0)] == [False, True]
+    assert [demand.is_over(2, now) for now in (231.0, 260.9, 261.0)] == [False, False, True], "somebody has found it"
     commit(Put("/elasticrt/r/result/1", b""))
-    assert [need.over(3, now) for now in (262.0, 266.9, 267.0)] == [False, False, True]
+    assert [demand.is_over(3, now) for now in (262.0, 266.9, 267.0)] == [False, False, True]
     commit(Put("/elasticrt/r/members/a", b""))
-    need.leave(500.0)
-    assert not need.over(3, 300.0)
+    demand.note_leaving(500.0)
+    assert not demand.is_over(3, 300.0)
     commit(Delete("/elasticrt/r/members/a"))
-    assert need.over(3, 300.1)
+    assert demand.is_over(3, 300.1)
     commit(Put("/elasticrt/r/members/a", b""))
     store.close()
-    assert [need.over(3, now) for now in (400.0, 500.0)] == [False, True], "a store that is silent is needed, in time"
+    assert [demand.is_over(3, now) for now in (400.0, 500.0)] == [False, True], (
+        "a store that is silent is needed, in time"
+    )
 
 
 def test_a_run_with_its_result_needs_no_server() -> None:
@@ -39,12 +41,12 @@ def test_a_run_with_its_result_needs_no_server() -> None:
     server = MemoryServer(lambda: 0.0)
     store = MemoryStore(server)
     store.commit(Txn((), (Put("/elasticrt/r/members/a", b""), Put("/elasticrt/r/result/1", b""))))
-    need = Need(store, "r", 0.0)
-    assert not need.over(1, 100.0)
+    demand = ServerDemand(store, "r", 0.0)
+    assert not demand.is_over(1, 100.0)
     store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
-    assert [need.over(1, now) for now in (100.9, 104.9)] == [False, False], "found at 100 s"
-    assert need.over(1, 105.0)
+    assert [demand.is_over(1, now) for now in (100.9, 104.9)] == [False, False], "found at 100 s"
+    assert demand.is_over(1, 105.0)
     store.commit(Txn((), (Put("/elasticrt/r/members/a", b""),)))
-    assert not need.over(1, 200.0)
+    assert not demand.is_over(1, 200.0)
     store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
-    assert [need.over(1, now) for now in (200.9, 201.0)] == [False, True]
+    assert [demand.is_over(1, now) for now in (200.9, 201.0)] == [False, True]

@@ -1,6 +1,6 @@
 """The keeper of an embedded etcd: the process that starts it, and stops it when the run no longer needs it.
 
-`embedded.find_or_start` runs it as `python -m elasticrt.store.embedded_supervisor JSON`. It has a session of its own
+`embedded.find_or_start` runs it as `python -m elasticrt.store.embedded_keeper JSON`. It has a session of its own
 and no parent that waits for it, so it outlives the agent that started it. etcd dies with it. It loads grpc only when
 the server is ready and recorded, because the agents wait for that.
 """
@@ -22,7 +22,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
 from elasticrt.ipc.std_streams import point_to_null
 from elasticrt.store import embedded, etcd_server
-from elasticrt.store.embedded import Served
+from elasticrt.store.embedded import EmbeddedServer
 from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address, Store
 
@@ -42,7 +42,7 @@ LEAVE_S = 60.0
 """How many seconds members may take to hand over and leave after SIGTERM, which they have got as well."""
 
 
-class Need:
+class ServerDemand:
     """Whether a run still needs its server. Times are in seconds on the clock of `now`.
 
     Args:
@@ -56,13 +56,13 @@ class Need:
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
         # When there last was a member, and when an agent last found the server.
         self._left_at = self._found_at = now
-        self._touched_ns, self._end_by, self._leaves = 0, float("inf"), False
+        self._touched_ns, self._end_by, self._members_leave = 0, float("inf"), False
 
-    def leave(self, by: float) -> None:
+    def note_leaving(self, by: float) -> None:
         """The members have been asked to leave: the server ends after the last of them, or at `by`."""
-        self._leaves, self._end_by = True, min(self._end_by, by)
+        self._members_leave, self._end_by = True, min(self._end_by, by)
 
-    def over(self, touched_ns: int, now: float) -> bool:
+    def is_over(self, touched_ns: int, now: float) -> bool:
         """Whether the server can end.
 
         `touched_ns` is the time of the record. It changes whenever an agent finds the server, and that agent will soon
@@ -76,7 +76,7 @@ class Need:
             if self._store.read(self._members, limit=1).keys:
                 self._left_at = now
                 return False
-            if self._leaves:
+            if self._members_leave:
                 return True
             has_result = bool(self._store.read(self._result, limit=1).keys)
         except StoreError:
@@ -86,7 +86,7 @@ class Need:
         return now >= max(self._left_at + after_leaving_s, self._found_at + after_finding_s)
 
 
-def keep_up(etcd: EtcdProcess) -> bool:
+def restart_if_terminated(etcd: EtcdProcess) -> bool:
     """Start etcd again after SIGTERM has ended it. Returns whether etcd runs: False if it has ended in any other way.
 
     A scheduler sends SIGTERM to every process of a job, and etcd obeys at once, while the agents still hand over. An
@@ -108,13 +108,13 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
     from elasticrt.store.etcd import EtcdStore
 
     store = EtcdStore((etcd.address,))
-    need = Need(store, run_id, time.monotonic())
-    while keep_up(etcd):
-        if need.over(_touched_ns(record), time.monotonic()):
+    demand = ServerDemand(store, run_id, time.monotonic())
+    while restart_if_terminated(etcd):
+        if demand.is_over(_touched_ns(record), time.monotonic()):
             with embedded.locked():
                 # Agents find the server under this lock. An agent that found it since the look above is about to
                 # register.
-                if need.over(_touched_ns(record), time.monotonic()):
+                if demand.is_over(_touched_ns(record), time.monotonic()):
                     record.unlink(missing_ok=True)
                     store.close()
                     etcd.stop()
@@ -122,7 +122,7 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
         with suppress(Empty):
             number = signals.get(timeout=LOOK_S)
             if number != signal.SIGCHLD:
-                need.leave(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
+                demand.note_leaving(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     # This is done at once, without the lock: no agent may find a server that has ended.
     record.unlink(missing_ok=True)
     store.close()
@@ -153,16 +153,16 @@ def main(text: str) -> None:
     if os.fork():
         # The agent has nothing to wait for, and init reaps the child.
         os._exit(0)
-    signals, record, me = etcd_server.caught_signals(), Path(order["record"]), os.getpid()
+    signals, record, me = etcd_server.catch_signals(), Path(order["record"]), os.getpid()
     try:
         # The data is removed before the agent hears of an error, so that nothing is left behind.
-        with embedded.new_data() as data:
+        with embedded.new_data_directory() as data:
             listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
             # Without fsync, because the data does not outlive a crash anyway: the next server starts empty.
             etcd = EtcdProcess(Path(order["binary"]), data, listen, ("--unsafe-no-fsync",))
             try:
                 etcd.start()
-                embedded.write_record(record, Served(etcd.address, me, start_of(me)))
+                embedded.write_record(record, EmbeddedServer(etcd.address, me, start_of(me)))
                 # The record stays locked until this process ends: systemd-tmpfiles removes no old file that is locked.
                 fcntl.flock(os.open(record, os.O_RDONLY), fcntl.LOCK_SH)
                 _answer("")
