@@ -113,7 +113,7 @@ class ElasticrtHandler(RendezvousHandler):
         )
         self._participant: Participant | None = None
         self._closed = False
-        self._number = 0
+        self._last_generation = 0
         self._servers: list[TCPStore] = []
 
     def get_backend(self) -> str:
@@ -137,10 +137,10 @@ class ElasticrtHandler(RendezvousHandler):
         try:
             participant = self._participant or self._open()
             while True:
-                turn = participant.take(after=self._number)
+                turn = participant.take_turn(after=self._last_generation)
                 if turn is None:
-                    raise RendezvousClosedError(f"run {self._run_id} is over: {participant.ended}")
-                self._number = turn.generation.number
+                    raise RendezvousClosedError(f"run {self._run_id} is over: {participant.end_reason}")
+                self._last_generation = turn.generation.number
                 store = self._gather(turn, participant)
                 if store is not None:
                     break
@@ -157,7 +157,7 @@ class ElasticrtHandler(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """See the base class."""
-        return self._closed or (self._participant is not None and bool(self._participant.ended))
+        return self._closed or (self._participant is not None and bool(self._participant.end_reason))
 
     def set_closed(self) -> None:
         """End the run for all nodes."""
@@ -169,7 +169,7 @@ class ElasticrtHandler(RendezvousHandler):
         torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. This happens for a
         newcomer, and also for a lost node, which torchrun's own back ends do not report.
         """
-        return int(self._participant is not None and self._participant.has(after=self._number))
+        return int(self._participant is not None and self._participant.must_stop(after=self._last_generation))
 
     def get_run_id(self) -> str:
         """See the base class."""
@@ -217,13 +217,13 @@ class ElasticrtHandler(RendezvousHandler):
             # The last agent to come tells all others.
             if store.add("here", 1) == turn.generation.nodes:
                 store.set("all", "here")
-            while not participant.has(after=self._number) and not participant.ended:
+            while not participant.must_stop(after=self._last_generation) and not participant.end_reason:
                 # Some agents have not come yet.
                 with suppress(DistStoreError):
                     store.wait(["all"], timedelta(seconds=LOOK_S))
                     return store
         except DistError as error:
-            log.info("the store of generation %d is gone: %s", self._number, error)
+            log.info("the store of generation %d is gone: %s", self._last_generation, error)
         return None
 
     def _connect(self, turn: Turn, participant: Participant) -> PrefixStore | None:
@@ -243,7 +243,11 @@ class ElasticrtHandler(RendezvousHandler):
             self._servers = [*self._servers[1 - SERVERS_KEPT :], TCPStore(is_master=True, **common)]
             return PrefixStore(prefix, self._servers[-1])
         deadline = time.monotonic() + self._join_timeout_s
-        while time.monotonic() < deadline and not participant.has(after=self._number) and not participant.ended:
+        while (
+            time.monotonic() < deadline
+            and not participant.must_stop(after=self._last_generation)
+            and not participant.end_reason
+        ):
             try:
                 # A bound port accepts connections from the start. A port that refuses has lost its agent.
                 socket.create_connection((record.master_address, record.master_port), CONNECT_S).close()

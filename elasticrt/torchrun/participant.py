@@ -102,11 +102,11 @@ class Participant(Side):
         self.loop.watch_threads()
         self._probes.start()
         self._thread: threading.Thread | None = None
-        self._left = False
+        self._is_left_out = False
         # The attributes that torchrun's agent sees, guarded by `_changed`.
         self._changed = threading.Condition()
         self._turn: Turn | None = None
-        self._ended = ""
+        self._end_reason = ""
         self._problem: ElasticError | None = None
 
     # Called by torchrun's agent.
@@ -122,42 +122,42 @@ class Participant(Side):
         self._thread = threading.Thread(target=self._work, name="elasticrt-participant", daemon=True)
         self._thread.start()
 
-    def take(self, *, after: int) -> Turn | None:
+    def take_turn(self, *, after: int) -> Turn | None:
         """Wait for a seat in a later generation than `after`, whose workers have ended. None: the run is over.
 
         The leader ends a run that waits longer than the join timeout, and a lost etcd ends the wait after a quarter of
         an hour. Raises the error that has made taking part impossible.
         """
         # The loop's thread owns the member's state, so this thread only puts calls into its queue.
-        self.loop.queue.put(partial(self._back, after))
+        self.loop.queue.put(partial(self._note_workers_ended, after))
         with self._changed:
-            self._changed.wait_for(lambda: self._problem or self._ended or self._has(after))
+            self._changed.wait_for(lambda: self._problem or self._end_reason or self._has_turn_after(after))
             if self._problem is not None:
                 raise self._problem
-            if self._turn is None or not self._has(after):
+            if self._turn is None or not self._has_turn_after(after):
                 return None
-            self.loop.queue.put(partial(self._runs, self._turn.generation.number))
+            self.loop.queue.put(partial(self._set_running_generation, self._turn.generation.number))
             return self._turn
 
-    def has(self, *, after: int) -> bool:
-        """Whether the workers of generation `after` must stop. `take` says why.
+    def must_stop(self, *, after: int) -> bool:
+        """Whether the workers of generation `after` must stop. `take_turn` says why.
 
         They must if a later generation exists, with or without a seat for this member, or if this member cannot take
         part any more.
         """
         with self._changed:
-            return self._left or self._problem is not None or self._has(after)
+            return self._is_left_out or self._problem is not None or self._has_turn_after(after)
 
     @property
-    def ended(self) -> str:
+    def end_reason(self) -> str:
         """Why the run is over, "" while it is not."""
         with self._changed:
-            return self._ended
+            return self._end_reason
 
     def close(self, *, run_too: bool) -> None:
         """Leave the run, and say so to the other members. With `run_too`, end the run for all nodes."""
         if self._thread is not None:
-            self.loop.queue.put(partial(self._going, run_too))
+            self.loop.queue.put(partial(self._leave_run, run_too))
             self._thread.join(CLOSE_S)
         self._probes.close()
         self.loop.prober.close()
@@ -167,7 +167,7 @@ class Participant(Side):
         self._store.close()
         self.loop.unwatch_threads()
 
-    def _has(self, after: int) -> bool:
+    def _has_turn_after(self, after: int) -> bool:
         return self._turn is not None and self._turn.generation.number > after
 
     @property
@@ -216,14 +216,17 @@ class Participant(Side):
         record = self._record.model_copy(update={"seen": max(self._record.seen, number)})
         self._update(record=record, started=number, report=None, failed_at=None, holding=0, going=0)
         with self._changed:
-            self._turn, self._left = Turn(generation, seat, listen), False
+            self._turn, self._is_left_out = Turn(generation, seat, listen), False
             self._changed.notify_all()
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. Returns False: torchrun's agent still has workers. `_back` is called when they have ended."""
+        """See `Side`. Returns False: torchrun's agent still has workers.
+
+        `_note_workers_ended` is called when they have ended.
+        """
         log.info("this node comes back as a new member: %s", reason)
         with self._changed:
-            self._left = True
+            self._is_left_out = True
             self._changed.notify_all()
         return False
 
@@ -246,24 +249,27 @@ class Participant(Side):
         self.member.drain()
 
     def handle(self, event: Any) -> None:
-        """See `Side`. Events here are calls of `_runs`, `_back` or `_going`, put by the thread of torchrun's agent."""
+        """See `Side`. Events here are calls, put by the thread of torchrun's agent.
+
+        They call `_set_running_generation`, `_note_workers_ended` or `_leave_run`.
+        """
         event()
 
-    def _back(self, generation: int) -> None:
+    def _note_workers_ended(self, generation: int) -> None:
         """torchrun's agent has no workers of `generation` any more, and waits for the next turn.
 
         If `generation` still is the current one, its workers failed.
         """
-        self._runs(0)
-        if self._left:
+        self._set_running_generation(0)
+        if self._is_left_out:
             self.member.begin_life()
-        if self._left or generation == 0 or generation != self.member.me.started:
+        if self._is_left_out or generation == 0 or generation != self.member.me.started:
             return
         summary = f"workers on {self._record.node} ended or could not start"
         failure = Failure(rank=0, code=1, collateral=False, summary=summary)
         self._update(report=self._report("failed", failure=failure), failed_at=self._clock.monotonic())
 
-    def _going(self, close: bool) -> None:
+    def _leave_run(self, close: bool) -> None:
         """This member leaves. With `close` it ends the run for all nodes."""
         view = self.member.view
         if close and view.spec is not None and view.result is None:
@@ -274,7 +280,7 @@ class Participant(Side):
                 log.warning("the run could not be closed: %s", error)
         self._update(leaving="told to leave")
 
-    def _runs(self, generation: int) -> None:
+    def _set_running_generation(self, generation: int) -> None:
         """Note the generation whose workers run here, 0 for none."""
         self._update(running=generation, record=self._record.model_copy(update={"generation": generation}))
 
@@ -285,7 +291,7 @@ class Participant(Side):
     def _end(self, decision: End | Leave | Halt) -> None:
         self._say_goodbye(left=isinstance(decision, Leave))
         with self._changed:
-            self._ended = decision.reason
+            self._end_reason = decision.reason
             if isinstance(decision, Halt):
                 self._problem = StoreError(decision.reason)
             self._changed.notify_all()

@@ -118,11 +118,11 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     before, server = threading.excepthook, MemoryServer(time.monotonic)
     one = Participant(MemoryStore(server), "r", SPEC, node="n0", address="127.0.0.1")
     one.open(30.0)
-    turn = one.take(after=0)
+    turn = one.take_turn(after=0)
     assert turn is not None
     assert turn.listen is not None
     turn.listen.close()
-    assert not one.has(after=turn.generation.number)
+    assert not one.must_stop(after=turn.generation.number)
 
     def broken(*_: object) -> str:
         raise LookupError("a bug")
@@ -130,9 +130,9 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     monkeypatch.setattr(Prober, "_try", broken)
     one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
     # Asked before, it might as well make another generation first: its workers have gone.
-    wait_until(lambda: one.has(after=turn.generation.number), "the end of the thread is known")
+    wait_until(lambda: one.must_stop(after=turn.generation.number), "the end of the thread is known")
     with pytest.raises(StoreError, match=r"thread elasticrt-probe of this agent has ended: LookupError\('a bug'\)"):
-        one.take(after=turn.generation.number)
+        one.take_turn(after=turn.generation.number)
     one.close(run_too=False)
     assert not MemoryStore(server).read(KEYS.members).keys
     assert threading.excepthook == before
