@@ -43,7 +43,19 @@ from elasticrt.ipc.messages import Request, Step, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.rendezvous.decision import Adopt, Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
+from elasticrt.rendezvous.decision import (
+    AdoptSpec,
+    Decision,
+    End,
+    Go,
+    Halt,
+    Hold,
+    Leave,
+    Me,
+    Publish,
+    ReleaseHold,
+    Wait,
+)
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
@@ -211,17 +223,17 @@ class Agent(Side):
         """See `Side`."""
         member, view, node = self.member, self.member.view, self.member.me.record.node
         self._attend()
-        elsewhere = [other for other in view.ended if other != node]
+        elsewhere = [other for other in view.ended_nodes if other != node]
         self.node.do_what_is_due(now, elsewhere, leaves=member.me.record.draining, unagreed=self._unagreed)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             self.late = True
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
-            member.me = replace(member.me, leaving=late)
+            member.me = replace(member.me, leave_reason=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
-            if view.leads and len(view.members) == 1:
+            if view.is_leader and len(view.members) == 1:
                 self.console.warn(self.settings.alone)
         self.console.generation(view, member.me, self.node.stands_by)
         if self.console.narrates:
@@ -240,7 +252,7 @@ class Agent(Side):
         generation = self.node.asks_for_positions(now)
         if generation:
             view = self.member.view
-            nodes = {seat.node: seat.address for seat in view.order()}
+            nodes = {seat.node: seat.address for seat in view.seats_in_rank_order()}
             self.loop.prober.ask_for_workers(
                 whom_to_ask(view, first=self.node.is_first),
                 lambda found: self.queue.put(Positions(generation, nodes, found)),
@@ -250,11 +262,11 @@ class Agent(Side):
     def _attend(self) -> None:
         """Let the workers that this node lacks set up beside a generation whose workers go on in place."""
         me, view = self.member.me, self.member.view
-        if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
+        if view.generation is None or not view.roster_known or me.leave_reason or me.record.draining:
             return
         seat = view.seat_of(me.record)
         # A node that has a seat and has not started the generation is about to seat its workers. None is missing yet.
-        seated = seat is None or me.started >= view.number
+        seated = seat is None or me.started_generation >= view.generation_number
         if seated and others_go_on(view, me.record.node):
             generation = view.generation.record
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
@@ -266,9 +278,9 @@ class Agent(Side):
         other nodes' workers go on in place. The next generation's record repeats the latter, and then the key need not.
         """
         view = self.member.view
-        tells = view.leads and view.generation is not None and not view.generation.record.in_place
-        goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
-        ended = view.ended[:2] if view.leads else ()
+        tells = view.is_leader and view.generation is not None and not view.generation.record.in_place
+        goes_on = view.generation_number if tells and others_go_on(view, me.record.node) else 0
+        ended = view.ended_nodes[:2] if view.is_leader else ()
         if (goes_on, ended) != (me.record.goes_on, me.record.ended):
             me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on, "ended": ended}))
         return self.node.describe(me, now)
@@ -277,7 +289,7 @@ class Agent(Side):
         """See `Side`. Renews the state from which the health port answers."""
         self._decision = decision
         self._note_etcd()
-        if isinstance(decision, Adopt):
+        if isinstance(decision, AdoptSpec):
             self.console.events.write(events.Resized(decision.spec.min_nodes, decision.spec.max_nodes))
         if self.health is None:
             return
@@ -315,9 +327,9 @@ class Agent(Side):
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `Side`."""
-        if self.settings.options.fresh and not self.member.me.started and generation.resume is not None:
+        if self.settings.options.fresh and not self.member.me.started_generation and generation.resume is not None:
             self.console.left_out_fresh(generation.resume.reached)
-        self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.order()))
+        self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.seats_in_rank_order()))
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
         """See `Side`."""
@@ -376,7 +388,7 @@ class Agent(Side):
             self.loop.prober,
             address,
             settings.run_id,
-            lambda: (self.member.me.record.incarnation, self.member.me.started),
+            lambda: (self.member.me.record.incarnation, self.member.me.started_generation),
             self._known,
             lambda: self.node.hangs.search.said,
         )
@@ -420,10 +432,10 @@ class Agent(Side):
 
         In a large run an agent reads only its own chunk of the roster, but it knows the leader's address by its key.
         """
-        if not self.member.me.started:
+        if not self.member.me.started_generation:
             return ()
         view = self.member.view
-        leader = view.members.get(view.oldest or "")
+        leader = view.members.get(view.leader_node or "")
         return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
     def left_out(self, reason: str) -> bool:
@@ -455,7 +467,7 @@ class Agent(Side):
         ended = self.membership.how_it_ended(self.member)
         if ended is not None:
             self.console.warn("this machine's etcd has ended with the run, as the logs of other nodes tell")
-            self.member.has_ended(ended)
+            self.member.note_result(ended)
             return
         self.console.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
@@ -475,10 +487,10 @@ class Agent(Side):
         view, me = member.view, member.me
         assert isinstance(request, Request)
         # A worker that sets up beside the training says generation 0. It prepares data for the present generation.
-        number = said.generation or view.number
+        number = said.generation or view.generation_number
         # The transaction compares the record of the worker's own generation. Without that record it is not sent,
         # because a newer generation has replaced the worker's.
-        current = view.generation is not None and view.number == number
+        current = view.generation is not None and view.generation_number == number
         self.membership.proxy.send(
             StoreRequest(
                 request=request,
@@ -505,7 +517,7 @@ class Agent(Side):
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S, well=result.status == "succeeded")
-                self.console.ended(result, leads=self.member.view.leads)
+                self.console.ended(result, leads=self.member.view.is_leader)
                 self.membership.leave(self.member)
                 return result.code
             case Leave():
@@ -514,10 +526,10 @@ class Agent(Side):
                 self.console.say(f"leaving: {decision.reason}", "leaving")
                 reached, away = self.node.progress.reached, self.member.outage.since is not None
                 unagreed = away or self.member.me.record.draining
-                if unagreed and not decision.saving and not decision.others_go_on:
+                if unagreed and not decision.save_step and not decision.others_go_on:
                     # No node goes on with the state, and the nodes did not agree in time on the step to save. So the
                     # last finished step is the one that should have been saved.
-                    decision = replace(decision, saving=reached)
+                    decision = replace(decision, save_step=reached)
                 # Before the member key is deleted: as soon as all keys are gone, `elasticrt stop` reads the last step
                 # from the event log.
                 self.node.progress.remember()
@@ -526,7 +538,7 @@ class Agent(Side):
                 # A signal that the user added with --signals means something to the script, so the workers get that
                 # signal too. The usual ones become SIGTERM.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
-                saves = decision.saving > 0 and self.node.is_first
+                saves = decision.save_step > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 self.membership.proxy.close(CLOSE_S)
                 # Fold a commit that the proxy has just finished: below, the agent says which steps are saved.
@@ -534,8 +546,8 @@ class Agent(Side):
                 late_after = reached if self.late or away else 0
                 asks = saves or late_after or self.console.narrates
                 head, known = self._newest() if asks else (None, False)
-                lost = known and saves and (head is None or head.reached < decision.saving)
-                if self.node.misfit is None or decision.saving:
+                lost = known and saves and (head is None or head.reached < decision.save_step)
+                if self.node.misfit is None or decision.save_step:
                     self.console.left(decision, head, lost=lost, late_after=late_after, known=known or away)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
@@ -554,7 +566,7 @@ class Agent(Side):
     @property
     def _leaves(self) -> bool:
         """Whether this node is leaving the run, at once or after a handover."""
-        return self.member.me.record.draining or bool(self.member.me.leaving)
+        return self.member.me.record.draining or bool(self.member.me.leave_reason)
 
     def _begin_to_leave(self, reason: str) -> None:
         """Leave by a handover, or at once if a handover is under way already, for this `reason`.
@@ -563,7 +575,7 @@ class Agent(Side):
         """
         member = self.member
         if self._leaves:
-            member.me = replace(member.me, leaving=member.me.leaving or reason)
+            member.me = replace(member.me, leave_reason=member.me.leave_reason or reason)
         else:
             self.drain(reason)
 
@@ -574,7 +586,7 @@ class Agent(Side):
         once.
         """
         if not (self.node.progress.can_hand_over() or self.node.seating.memory.newest):
-            self.member.me = replace(self.member.me, leaving=reason)
+            self.member.me = replace(self.member.me, leave_reason=reason)
             return
         self.console.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
@@ -621,10 +633,10 @@ def whom_to_ask(view: View, *, first: bool) -> list[Seat]:
     0's, for the culprit that it has found. An agent of a large run may not know the seat of rank 0. It then asks the
     leader, which knows all seats and passes on what it has heard.
     """
-    others = [seat for seat in view.order() if seat.node != view.node]
+    others = [seat for seat in view.seats_in_rank_order() if seat.node != view.node]
     if first:
         return others
-    leader = view.members.get(view.oldest or "")
+    leader = view.members.get(view.leader_node or "")
     known = [seat for seat in others if seat.index == 0]
     return known or list(seats_for([leader] if leader is not None else []))
 

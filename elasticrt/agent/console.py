@@ -24,7 +24,7 @@ from elasticrt.ipc.proc import machine
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted, how_to_go_on, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
-from elasticrt.rendezvous.leader_context import how_gone
+from elasticrt.rendezvous.leader_context import describe_loss
 from elasticrt.rendezvous.records import Generation, Result
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.settings import Settings
@@ -278,8 +278,8 @@ class Console:
         Nodes that have left in order are not lost.
         """
         stay = {seat.incarnation for seat in decision.seats}
-        for seat in before.order() if decision.draft.kind == "lost" else ():
-            key, how = before.members.get(seat.node), how_gone(before, seat)
+        for seat in before.seats_in_rank_order() if decision.draft.kind == "lost" else ():
+            key, how = before.members.get(seat.node), describe_loss(before, seat)
             lives = key is not None and key.record.incarnation == seat.incarnation
             if seat.incarnation not in stay and not lives and how != "left":
                 self.events.write(events.MemberLost(lost=seat.node, how=f"{seat.node} {how}"))
@@ -289,19 +289,19 @@ class Console:
 
         `tell` takes that generation and the names of its nodes. Generations with this node are printed from the story.
         """
-        if view.generation is None or view.number <= self._stood_by or not view.roster_known:
+        if view.generation is None or view.generation_number <= self._stood_by or not view.roster_known:
             return
         new, seat = view.generation.record, view.seat_of(me.record)
         # No node stands by for a generation of an earlier attempt.
         if new.attempt != me.attempt or seat is not None:
             return
-        leader = view.members.get(view.oldest or "")
-        runs = leader is not None and leader.record.generation == view.number
+        leader = view.members.get(view.leader_node or "")
+        runs = leader is not None and leader.record.generation == view.generation_number
         # That generation ended before this node joined, and the next one follows.
-        if not runs and view.deserted:
+        if not runs and view.has_no_seated_member:
             return
-        self._stood_by = view.number
-        tell(new, tuple(seat.node for seat in view.order()))
+        self._stood_by = view.generation_number
+        tell(new, tuple(seat.node for seat in view.seats_in_rank_order()))
         # Only sentences that are there already: those about the generation before come first.
         self._say_changes(-math.inf)
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
@@ -326,7 +326,7 @@ class Console:
         alone = chapter is not None and chapter.nodes == (self._node,)
         # The step that is lost with this node: the one that it had to save, or the last one of a node that trained
         # alone. On other nodes the run goes on with the step.
-        missed = decision.saving if lost else late_after if alone else 0
+        missed = decision.save_step if lost else late_after if alone else 0
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
         self._saved(reached)
         if chapter is not None and missed > max(reached, told):
@@ -342,7 +342,7 @@ class Console:
                 self.say(f"step {late_after:,} was not handed over, {why}", "unsaved", level="error")
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
-        behind = decision.saving if reached < decision.saving else 0
+        behind = decision.save_step if reached < decision.save_step else 0
         if lost:
             stand, why = self.story.stand, ""
             if stand is not None and stand.culprit.ranks:

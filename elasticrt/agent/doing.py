@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Decision, Me, Register, Wait
 from elasticrt.rendezvous.leader_context import list_names
-from elasticrt.rendezvous.registration import same_process
+from elasticrt.rendezvous.registration import is_same_process
 from elasticrt.rendezvous.view import View
 from elasticrt.story.sentences import lasted
 
@@ -50,7 +50,7 @@ def doing(  # noqa: PLR0912  It is one column of guards.
         drain_until: until when the member waits for its workers to hand over; None if it does not leave.
     """
     named = view.members.get(me.record.node)
-    if isinstance(decision, Register) and named is not None and not same_process(named.record, me.record):
+    if isinstance(decision, Register) and named is not None and not is_same_process(named.record, me.record):
         other = f"the agent with pid {named.record.pid} at {named.record.address} has it; one of the two has to end"
         return Doing(_NAME, other)
     if view.handover is not None:
@@ -63,12 +63,17 @@ def doing(  # noqa: PLR0912  It is one column of guards.
     if generation is not None and generation.last is not None:
         return Doing("saving", decision.reason)
     waits = generation is not None and generation.waits
-    if view.leads and view.complete and view.short_since is not None and (waits or not me.running):
+    if (
+        view.is_leader
+        and view.members_complete
+        and view.too_few_since is not None
+        and (waits or not me.running_generation)
+    ):
         missing = me.spec.min_nodes - len(view.members)
         here = f"{list_names(view.members)} here, {missing} missing"
-        return Doing(_NODES, here, view.short_since + me.spec.join_timeout_s)
+        return Doing(_NODES, here, view.too_few_since + me.spec.join_timeout_s)
     if generation is not None and waits:
-        lacks, seated = me.spec.min_nodes - generation.nodes, [seat.node for seat in view.order()]
+        lacks, seated = me.spec.min_nodes - generation.nodes, [seat.node for seat in view.seats_in_rank_order()]
         if lacks <= 0:
             return Doing("saving", decision.reason)
         newcomers = [name for name in view.members if name not in seated]

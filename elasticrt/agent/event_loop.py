@@ -36,8 +36,8 @@ from elasticrt.rendezvous.decision import (
     Run,
     Wait,
 )
-from elasticrt.rendezvous.member import Member, Probed
-from elasticrt.rendezvous.outage import Heard
+from elasticrt.rendezvous.member import Member, ProbeResult
+from elasticrt.rendezvous.outage import GenerationAnswer
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
@@ -135,7 +135,7 @@ class EventLoop:
     def __init__(self, run_id: str, side: Side, edges: Edges) -> None:
         self.queue = edges.queue()
         self.prober = edges.prober(
-            lambda seat, answer, at: self.queue.put(Probed(seat.incarnation, Verdict(answer, at)))
+            lambda seat, answer, at: self.queue.put(ProbeResult(seat.incarnation, Verdict(answer, at)))
         )
         self._run_id = run_id
         self._side = side
@@ -183,9 +183,9 @@ class EventLoop:
         self._side.do_what_is_due(now)
         member.me = self._side.describe(member.catch_up(), now)
         # While etcd does not answer, other agents may know of a newer generation than this member.
-        asked = member.listens_to(now)
+        asked = member.seats_to_ask(now)
         if asked:
-            self.prober.listen(asked, self._run_id, lambda number: self.queue.put(Heard(number)))
+            self.prober.listen(asked, self._run_id, lambda number: self.queue.put(GenerationAnswer(number)))
         decision = member.decide(now)
         if decision.reason != self._reason:
             log.info("%s: %s", type(decision).__name__, decision.reason)
@@ -212,7 +212,7 @@ class EventLoop:
                 return
             self._read(self.member.replica.refresh())
         except StoreUnavailable as error:
-            self.member.failed(error, self._clock.monotonic())
+            self.member.note_failure(error, self._clock.monotonic())
         else:
             self.member.outage.end(now)
 
@@ -221,7 +221,7 @@ class EventLoop:
         try:
             return self._carry_out(decision)
         except (StoreUnavailable, LeaseLost, StoreBlocked) as error:
-            return self.member.failed(error, self._clock.monotonic())
+            return self.member.note_failure(error, self._clock.monotonic())
 
     def _carry_out(self, decision: Decision) -> float | None:
         member, side = self.member, self._side
@@ -249,7 +249,7 @@ class EventLoop:
                 before = member.view
                 done = self.driver.run(member.carry_out(decision))
                 # Decisions of this branch write to the store, so the store takes writes again, if it has refused some.
-                member.outage.not_refused()
+                member.outage.note_write()
                 if isinstance(decision, Publish) and done:
                     side.published(decision, before)
                 # Another process may still hold this node's name, until its lease ends.
@@ -279,12 +279,12 @@ class EventLoop:
             try:
                 self._read(self.member.replica.complete())
             except StoreUnavailable as error:
-                self.member.failed(error, self._clock.monotonic())
+                self.member.note_failure(error, self._clock.monotonic())
 
     def handle(self, event: Any) -> None:
         """Take note of an `event`. Raises RuntimeError if an own thread has died."""
         match event:
-            case Notice() | SessionState() | Probed() | Heard():
+            case Notice() | SessionState() | ProbeResult() | GenerationAnswer():
                 self.member.handle(event, self._clock.monotonic())
             case ThreadDied(name=name, error=error):
                 raise RuntimeError(f"the thread {name} of this agent has ended: {error!r}") from error

@@ -104,15 +104,15 @@ def member(
     away_s = round(now - outage.since, 1) if outage.since is not None else None
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
     trouble, slow, doing = sentences.trouble(story, told_at), story.slow, sentences.doing(story)
-    if me.report is not None and me.report.failure is not None and me.report.generation == view.number:
+    if me.report is not None and me.report.failure is not None and me.report.generation == view.generation_number:
         # The story tells of a failure as soon as a generation names it as its cause. While etcd is away there is none,
         # so the node's own report tells of it.
         trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
     # Only the leader knows all members. If none of them has a seat in the newest generation, no node runs it any more.
-    runs = generation is not None and not (view.leads and view.roster_known and view.deserted)
-    number = view.number if runs else 0
+    runs = generation is not None and not (view.is_leader and view.roster_known and view.has_no_seated_member)
+    number = view.generation_number if runs else 0
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
-    short_s = now - view.short_since if view.short_since is not None else 0.0
+    short_s = now - view.too_few_since if view.too_few_since is not None else 0.0
     return HealthState(
         run_id=story.run_id,
         node=me.record.node,
@@ -123,7 +123,7 @@ def member(
         lease=me.lease,
         etcd_answer_s=answer_s,
         etcd_away_s=away_s,
-        generation=view.number,
+        generation=view.generation_number,
         nodes=generation.nodes if generation and runs else 0,
         world_size=generation.world_size if generation and runs else 0,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
@@ -146,12 +146,12 @@ def readiness(
         alone_s: for how many seconds no other node of the generation has answered either.
         doing: what the nodes of the generation do, in words.
     """
-    if me.leaving or me.record.draining:
-        return Finding(False, f"on its way out: {me.leaving or 'draining'}")
+    if me.leave_reason or me.record.draining:
+        return Finding(False, f"on its way out: {me.leave_reason or 'draining'}")
     if me.lease == "lost":
         return Finding(False, "not a member of the run: etcd has given its lease up")
     away = f"; etcd has not answered for {away_s:.0f} s" if away_s is not None else ""
-    if seat is not None and me.running == generation:
+    if seat is not None and me.running_generation == generation:
         # The others may have gone on in a newer generation without this node, which cannot hear of it.
         if alone_s > CUT_OFF_S:
             silence = f"neither etcd nor another node has answered for {alone_s:.0f} s"

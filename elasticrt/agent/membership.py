@@ -17,7 +17,7 @@ from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
 from elasticrt.errors import StoreError
 from elasticrt.event_log import newest_result
-from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.settings import Settings
 from elasticrt.store.lease_session import LeaseSession
@@ -78,13 +78,16 @@ class Membership:
         self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put, self.meeting.place))
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
         late = _too_late(settings.run_id, timeout_s)
-        how = Joining(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)
+        how = JoinOptions(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)
         result = self.driver.run(member.join(how))
         if result is not None:
             return result
         # The store is new to this run. An embedded etcd ends with its run, so its logs may tell a result that the fresh
         # etcd does not know.
-        new = not (member.me.started or member.view.number or options.again) and len(member.view.members) == 1
+        new = (
+            not (member.me.started_generation or member.view.generation_number or options.again)
+            and len(member.view.members) == 1
+        )
         ended = self.how_it_ended(member) if new else None
         if ended is not None and ended.status == "succeeded":
             self.leave(member)
@@ -112,7 +115,7 @@ class Membership:
         """Join again at a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
         self.close()
         self.meeting = self._edges.meet(self._settings, self._told_to_leave)
-        member.begin_anew()
+        member.begin_life_in_new_store()
         self.open(member)
 
     def leave(self, member: Member, *, seat_too: bool = False) -> None:

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 from elasticrt.clock import Clock
 from elasticrt.errors import EXIT_TERMINATED, StoreError
 from elasticrt.rendezvous.requests import (
-    AskOwner,
+    CancelWatch,
     Conversation,
-    Follow,
     Grant,
     Notice,
     Pause,
+    ProbeOwner,
     Read,
     Request,
+    StartWatch,
     Transact,
-    Unfollow,
 )
 from elasticrt.store.protocol import Changes, Lease, Resync, Store, Watch
 
@@ -100,18 +100,18 @@ class StoreDriver:
             case Transact(txn):
                 log.debug("transaction: %s", txn.why)
                 return self.store.commit(txn)
-            case Follow(number, range_, from_revision):
+            case StartWatch(number, range_, from_revision):
 
                 def deliver(item: Changes | Resync) -> None:
                     self._emit(Notice(number, range_, item))
 
                 self._watches[number] = self.store.watch(range_, deliver, from_revision=from_revision)
-            case Unfollow(number):
+            case CancelWatch(number):
                 self._watches.pop(number).cancel()
             case Grant():
                 assert self._grant is not None
                 return self._grant()
-            case AskOwner(member):
+            case ProbeOwner(member):
                 return self._probe(member.address, member.probe_port, member.incarnation)
             # Only newcomers pause. A pause of 0 s just asks for the time.
             case Pause(seconds) if seconds:

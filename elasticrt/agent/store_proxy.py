@@ -238,8 +238,8 @@ class StoreRequests:
                 return Reply(request.request, False, why, refusal=refusal)
         if asked.record is not None:
             claimed, seen_mod = _preparing(asked, request, "building"), current.mod_revision if current else 0
-            txn = transactions.claim(
-                self._keys, request.name, claimed, generation=asked.record, seen_mod=seen_mod, lease=asked.lease
+            txn = transactions.claim_preparation(
+                self._keys, request.name, claimed, generation_value=asked.record, seen_mod=seen_mod, lease=asked.lease
             )
             if self.store.commit(txn).succeeded:
                 return Reply(request.request, True)
@@ -251,7 +251,7 @@ class StoreRequests:
         ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
         if current is not None and ours:
             settled = _preparing(asked, request, "failed" if request.error else "done", request.error)
-            txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
+            txn = transactions.end_preparation(self._keys, request.name, settled, claimed_mod=current.mod_revision)
             if self.store.commit(txn).succeeded:
                 return Reply(request.request, True)
         return Reply(request.request, False, "the claim is gone: another node may be building")

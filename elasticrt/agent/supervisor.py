@@ -170,26 +170,26 @@ class Supervisor:
             "warm": bool(self._method) and (self._check.is_fit or bool(able)),
             "port": self.seating.ports.port,
             "generation": generation,
-            "seen": max(me.record.seen, me.known),
+            "seen": max(me.record.seen, me.highest_generation),
             **living,
         }
         kept = self.seating.memory.newest
         return replace(
             me,
             record=me.record.model_copy(update=says),
-            started=self._newest,
+            started_generation=self._newest,
             # Once all workers here have ended after a failure, they no longer count as running, also while the kernel
             # still takes their processes apart: the agreement on the next generation does not wait for that.
-            running=state.number if state.running and (state.seated or state.failed_at is None) else 0,
-            seated=state.number if seated else 0,
+            running_generation=state.number if state.running and (state.seated or state.failed_at is None) else 0,
+            seated_generation=state.number if seated else 0,
             report=state.report(kept=kept, **living) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
             standing_since=self.hangs.steps.pace.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
-            holding=state.holding,
-            going=state.going,
+            hold_revision=state.holding,
+            leave_after_step=state.going,
         )
 
     def alarms(self) -> list[float]:

@@ -19,42 +19,43 @@ class Me:
         record: what the member key should say.
         spec: the options of the run, as this member has them.
         attempt: the attempt at the run that this member belongs to.
-        known: the highest generation that this member has seen in this store (`record.seen`: in any store).
+        highest_generation: the highest generation that this member has seen in this store (`record.seen`: in any
+            store).
         lease: whether the lease is known to live ("connected"), overdue ("suspended"), or has ended ("lost").
-        started: the newest generation whose workers this agent has started, 0 for none.
-        running: the generation whose workers still live, 0 for none.
-        seated: the generation in which this life has started workers, 0 for none.
-        report: the report about generation `started` that the store should hold, if any.
-        filed: the report that was last stored.
-        copy: the newest copy of the state of generation `seated` in this node's memory.
-        heard: the newest generation that another agent has named while etcd did not answer here.
-        failed_at: when workers of generation `started` failed.
+        started_generation: the newest generation whose workers this agent has started, 0 for none.
+        running_generation: the generation whose workers still live, 0 for none.
+        seated_generation: the generation in which this life has started workers, 0 for none.
+        report: the report about generation `started_generation` that the store should hold, if any.
+        stored_report: the report that was last stored.
+        copy: the newest copy of the state of generation `seated_generation` in this node's memory.
+        heard_generation: the newest generation that another agent has named while etcd did not answer here.
+        failed_at: when workers of generation `started_generation` failed.
         standing_since: since when this node's steps have been standing still for longer than usual, or None.
         starting: the workers have not come to their first step yet, and probably will.
-        holding: the create revision of the handover for which the workers hold, 0 for none.
-        going: the step after which the workers leave, 0 for none.
-        leaving: why this member leaves, "" if it does not.
+        hold_revision: the create revision of the handover for which the workers hold, 0 for none.
+        leave_after_step: the step after which the workers leave, 0 for none.
+        leave_reason: why this member leaves, "" if it does not.
         pause_s: the measured duration of the last re-form (`Progress.pause_s`).
     """
 
     record: Member
     spec: RunSpec
     attempt: int = 1
-    known: int = 0
+    highest_generation: int = 0
     lease: Literal["connected", "suspended", "lost"] = "connected"
-    started: int = 0
-    running: int = 0
-    seated: int = 0
+    started_generation: int = 0
+    running_generation: int = 0
+    seated_generation: int = 0
     report: Report | None = None
-    filed: Report | None = None
+    stored_report: Report | None = None
     copy: Copy | None = None
-    heard: int = 0
+    heard_generation: int = 0
     failed_at: float | None = None
     standing_since: float | None = None
     starting: bool = False
-    holding: int = 0
-    going: int = 0
-    leaving: str = ""
+    hold_revision: int = 0
+    leave_after_step: int = 0
+    leave_reason: str = ""
     pause_s: float = 1.0
 
 
@@ -84,14 +85,14 @@ class Announce(Decision):
 
 
 @dataclass(frozen=True)
-class File(Decision):
+class WriteReport(Decision):
     """Store this member's `report`."""
 
     report: Report
 
 
 @dataclass(frozen=True)
-class Adopt(Decision):
+class AdoptSpec(Decision):
     """Take over `spec` as the run's options: an operator has resized the run."""
 
     spec: RunSpec
@@ -118,12 +119,12 @@ class Leave(Decision):
     """Take this member out of the run, stop its workers, exit.
 
     Attributes:
-        saving: the step that rank 0 saves first, 0 for none. The node of rank 0 leaves when the save is done. The other
-            nodes need not wait for it.
+        save_step: the step that rank 0 saves first, 0 for none. The node of rank 0 leaves when the save is done. The
+            other nodes need not wait for it.
         others_go_on: whether enough other nodes are left for the run to go on, or to wait for more.
     """
 
-    saving: int = 0
+    save_step: int = 0
     others_go_on: bool = False
 
 
@@ -192,13 +193,13 @@ class Publish(Decision):
 
 
 @dataclass(frozen=True)
-class Ask(Decision):
+class WriteHandover(Decision):
     """Write the `handover` record: all workers of the generation hold, or leave after the step that it names."""
 
     handover: HandoverRecord
 
 
-class Withdraw(Decision):
+class WithdrawHandover(Decision):
     """Give a handover up before any worker has left."""
 
 

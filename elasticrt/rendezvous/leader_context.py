@@ -31,7 +31,7 @@ LEAVE_S_MAX = 60.0
 """Seconds from the request of a handover to the last "held": a step, and the copy or a checkpoint. If the step takes
 longer, the generation is replaced without it."""
 
-STANDS_S_MAX = 2.0
+STANDSTILL_S_MAX = 2.0
 """The same limit from the time at which the leader's steps began to stand still for longer than usual. Only the open
 step is then given up."""
 
@@ -68,7 +68,7 @@ class LeaderContext:
         return self.view.generation.record
 
     @property
-    def since(self) -> float:
+    def generation_seen_at(self) -> float:
         """When this node first saw the current generation, in seconds of its monotonic clock."""
         assert self.view.generation is not None
         return self.view.generation.since
@@ -76,7 +76,7 @@ class LeaderContext:
     @cached_property
     def seats(self) -> list[Seat]:
         """The generation's seats in rank order."""
-        return self.view.order()
+        return self.view.seats_in_rank_order()
 
     @cached_property
     def failed_since(self) -> float | None:
@@ -87,10 +87,10 @@ class LeaderContext:
     @cached_property
     def standing_since(self) -> float | None:
         """Since when this node's steps in this generation have been standing still unusually long, or None."""
-        return self.me.standing_since if self.me.running == self.generation.number else None
+        return self.me.standing_since if self.me.running_generation == self.generation.number else None
 
     @cached_property
-    def reached(self) -> Restarts:
+    def progress(self) -> Restarts:
         """How far the run has come, as the generation and the reported failures tell."""
         known = [entry.record.failure for entry in self.view.reports.values() if entry.record.status == "failed"]
         failures = [failure for failure in known if failure is not None]
@@ -103,73 +103,77 @@ class LeaderContext:
         )
 
     @cached_property
-    def gets_further(self) -> bool:
-        """Whether the run has made progress since the failure before; `counting` says what counts as progress."""
-        before, reached = self.generation.restarts, self.reached
-        further = reached.step > before.step or reached.beats > before.beats or reached.loaded > before.loaded
-        return further or (reached.beats > 0 and self.now - self.since >= LONG_S)
+    def has_progressed(self) -> bool:
+        """Whether the run has made progress since the failure before; `restarts_after` says what counts as progress."""
+        before, progress = self.generation.restarts, self.progress
+        further = progress.step > before.step or progress.beats > before.beats or progress.loaded > before.loaded
+        return further or (progress.beats > 0 and self.now - self.generation_seen_at >= LONG_GENERATION_S)
 
-    def said(self, seat: Seat, status: str) -> bool:
+    def has_reported(self, seat: Seat, status: str) -> bool:
         """Whether this seat's node has reported `status`, in the life that has the seat."""
         entry = self.view.reports.get(seat.node)
         return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
 
     @cached_property
-    def _keys(self) -> dict[str, Stored[Member]]:
+    def _member_keys(self) -> dict[str, Stored[Member]]:
         """The member keys of the seats' lives, by incarnation. Cached, because every duty asks for every seat."""
         found = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
         return {seat.incarnation: key for seat, key in found if key and key.record.incarnation == seat.incarnation}
 
     @cached_property
-    def _left(self) -> frozenset[str]:
+    def _left_incarnations(self) -> frozenset[str]:
         """The incarnations that have said goodbye, or whose node lives another life already."""
-        others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
+        others = (
+            seat for seat in self.seats if seat.incarnation not in self._member_keys and seat.node in self.view.members
+        )
         goodbyes = (entry.record for entry in self.view.reports.values() if entry.record.status == "left")
         return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
 
     @cached_property
-    def leaving(self) -> list[Seat]:
+    def draining_seats(self) -> list[Seat]:
         """The seats whose nodes drain."""
         keys = ((seat, self.key_of(seat)) for seat in self.seats)
         return [seat for seat, key in keys if key is not None and key.record.draining]
 
     @cached_property
-    def to_answer(self) -> frozenset[Seat]:
+    def awaited_seats(self) -> frozenset[Seat]:
         """The seats whose nodes still owe the handover an answer: that they hold, or left after the agreed step."""
-        asked, reports = self.view.handover, self.view.reports
-        if asked is None or asked.record.step:
-            return frozenset(seat for seat in self.seats if not self.said(seat, "held"))
-        holding = {seat: reports[seat.node].record.handover for seat in self.seats if self.said(seat, "holding")}
-        return frozenset(seat for seat in self.seats if holding.get(seat) != asked.create_revision)
+        handover, reports = self.view.handover, self.view.reports
+        if handover is None or handover.record.step:
+            return frozenset(seat for seat in self.seats if not self.has_reported(seat, "held"))
+        holding = {
+            seat: reports[seat.node].record.handover for seat in self.seats if self.has_reported(seat, "holding")
+        }
+        return frozenset(seat for seat in self.seats if holding.get(seat) != handover.create_revision)
 
     @cached_property
-    def patience_s(self) -> float:
+    def drain_patience_s(self) -> float:
         """How long nodes that drain wait for a late worker before the leader gives its step up, in seconds."""
-        return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.leaving)
+        return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.draining_seats)
 
     @cached_property
     def others_go_on(self) -> bool:
         """Whether the nodes that do not drain are enough, and have the state if any node has it."""
-        stay = startable(self.view)
-        return len(stay) >= self.spec.min_nodes and (not self.in_place or go_on(self.view, stay))
+        stay = startable_members(self.view)
+        return len(stay) >= self.spec.min_nodes and (not self.in_place or any_has_state(self.view, stay))
 
     @cached_property
     def sole_holder(self) -> Stored[Member] | None:
         """The draining node with the newest copy of the state, if no worker and no node that stays has the state."""
-        if self.in_place or not self.leaving:
+        if self.in_place or not self.draining_seats:
             return None
-        leaving = [self.view.members[seat.node] for seat in self.leaving]
-        _, holder = _newest_copy(self, [*startable(self.view), *leaving])
+        leaving = [self.view.members[seat.node] for seat in self.draining_seats]
+        _, holder = _newest_copy(self, [*startable_members(self.view), *leaving])
         return holder if holder is not None and holder.record.draining else None
 
     @cached_property
-    def unheard(self) -> int:
+    def silent_count(self) -> int:
         """The number of seats whose nodes are silent, with or without a key, in whichever life each node is now."""
         newest = map(self.view.newest_verdict, self.seats)
         return sum(verdict is not None and verdict.kind == "silent" for verdict in newest)
 
     @cached_property
-    def heard_at(self) -> float:
+    def answered_probe_at(self) -> float:
         """When the newest probe was sent that another node has answered; minus infinity if none has."""
         answered = (verdict.asked_at for verdict in self.view.verdicts.values() if verdict.kind == "alive")
         return max(answered, default=-math.inf)
@@ -177,7 +181,7 @@ class LeaderContext:
     @property
     def isolated(self) -> bool:
         """Whether at least half of the seats' nodes are silent. Then the leader must suspect its own network."""
-        return 2 * self.unheard >= len(self.seats)
+        return 2 * self.silent_count >= len(self.seats)
 
     @cached_property
     def in_place(self) -> bool:
@@ -186,25 +190,25 @@ class LeaderContext:
 
     def key_of(self, seat: Seat) -> Stored[Member] | None:
         """The member key of this seat's life, if it is there."""
-        return self._keys.get(seat.incarnation)
+        return self._member_keys.get(seat.incarnation)
 
-    def runs(self, seat: Seat) -> bool:
+    def is_running(self, seat: Seat) -> bool:
         """Whether the node's key says that its workers are in this generation."""
         key = self.key_of(seat)
         return key is not None and key.record.generation == self.generation.number
 
     def has_left(self, seat: Seat) -> bool:
         """Whether the node has said goodbye, or has begun another life."""
-        return seat.incarnation in self._left
+        return seat.incarnation in self._left_incarnations
 
     def vanished_at(self, seat: Seat) -> float:
         """Since when the seat's key has been missing. A key that was never seen counts from the generation on."""
         gone = self.view.vanished.get(seat.node)
-        return self.since if gone is None else gone.at
+        return self.generation_seen_at if gone is None else gone.at
 
 
 def publish(
-    led: LeaderContext,
+    context: LeaderContext,
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"],
     cause: str,
     *,
@@ -216,7 +220,7 @@ def publish(
     """The decision to publish the next generation: in place if enough workers can go on, else with new workers.
 
     Args:
-        led: what the leader's decisions are made from.
+        context: what the leader's decisions are made from.
         kind: why the generation is necessary, for logs and for the count of restarts.
         cause: the same in words, for people.
         restarts: the failures so far, this one included.
@@ -224,13 +228,13 @@ def publish(
         waits: whether these are too few for a step, so that those with the state save it and wait.
         last: the failure with which the run ends as soon as the state is saved.
     """
-    view = led.view
+    view = context.view
     assert view.spec is not None
-    able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
-    least = max(1, 0 if waits else led.spec.min_nodes)
-    ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
+    able = startable_members(view) if members is None else [as_reported(view, entry) for entry in members]
+    least = max(1, 0 if waits else context.spec.min_nodes)
+    ready = [entry for entry in able if entry.record.ready] if any_has_state(view, able) else []
     having = {entry.record.incarnation for entry in survivors(view)}
-    stay = [_with(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
+    stay = [_with_fields(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
     stay = [entry for entry in stay if entry.record.ready]
     if kind in ("failure", "lost") and not waits and len(stay) >= least:
         # Newcomers enter the script at the next step, and come in by a handover. After a failure a survivor may be in
@@ -240,16 +244,16 @@ def publish(
     in_place = len(ready) >= least
     # In place only seats of workers with the state count as seniority. These workers come first, so that one of them
     # gets in.
-    before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
-    chosen = seat_order(ready if in_place else able, before, led.spec.max_nodes)
-    memory, holder = (None, None) if in_place else _newest_copy(led, chosen)
+    before = [seat for seat in view.seats_in_rank_order() if not in_place or seat.incarnation in having]
+    chosen = seat_order(ready if in_place else able, before, context.spec.max_nodes)
+    memory, holder = (None, None) if in_place else _newest_copy(context, chosen)
     if holder is not None:
         # Rank 0 sends the state to the others, so it must be where the copy is.
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]
     seats = seats_for(chosen, in_place=in_place)
     # A member that comes from a lost store may have seen a higher number than this store has. No number is used twice.
     draft = Draft(
-        number=max([view.number, *(entry.record.seen for entry in view.members.values())]) + 1,
+        number=max([view.generation_number, *(entry.record.seen for entry in view.members.values())]) + 1,
         attempt=view.spec.record.attempt,
         nodes=len(seats),
         world_size=sum(seat.workers for seat in seats),
@@ -269,7 +273,7 @@ def publish(
 
 
 def re_form(
-    led: LeaderContext,
+    context: LeaderContext,
     kind: Literal["failure", "lost", "join", "drain", "resize"],
     cause: str,
     restarts: Restarts | None = None,
@@ -282,63 +286,65 @@ def re_form(
     new workers start from the copy.
 
     Args:
-        led: what the leader's decisions are made from.
+        context: what the leader's decisions are made from.
         kind: as in `publish`.
         cause: as in `publish`, in words for people.
         restarts: the failures so far; None: no worker has failed, so the generation costs no restart.
     """
-    short, restarts = too_few(led), restarts or led.generation.restarts
-    asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
-    saved = led.generation.waits or (asked is not None and asked.record.save)
-    saved = saved and all(led.said(seat, "held") for seat in here)
-    left = startable(led.view, draining=not saved)
-    if not (led.others_go_on or isinstance(short, Finish)) and go_on(led.view, left):
-        return publish(led, kind, cause, restarts=restarts, members=left, waits=True)
-    if kind in ("failure", "lost") and led.sole_holder is not None:
-        members = [*startable(led.view), led.sole_holder]
-        if len(members) >= led.spec.min_nodes:
-            return publish(led, kind, cause, restarts=restarts, members=members)
-    return short or publish(led, kind, cause, restarts=restarts)
+    too_few, restarts = decide_if_too_few(context), restarts or context.generation.restarts
+    handover, here = context.view.handover, [seat for seat in context.seats if context.key_of(seat) is not None]
+    saved = context.generation.waits or (handover is not None and handover.record.save)
+    saved = saved and all(context.has_reported(seat, "held") for seat in here)
+    left = startable_members(context.view, draining=not saved)
+    if not (context.others_go_on or isinstance(too_few, Finish)) and any_has_state(context.view, left):
+        return publish(context, kind, cause, restarts=restarts, members=left, waits=True)
+    if kind in ("failure", "lost") and context.sole_holder is not None:
+        members = [*startable_members(context.view), context.sole_holder]
+        if len(members) >= context.spec.min_nodes:
+            return publish(context, kind, cause, restarts=restarts, members=members)
+    return too_few or publish(context, kind, cause, restarts=restarts)
 
 
-def left_until(led: LeaderContext) -> float:
+def leave_deadline(context: LeaderContext) -> float:
     """Until when to wait for workers that leave after an agreed step, or that save in a generation that waits."""
-    asked = led.view.handover
-    if asked is None:
-        return led.since + LEAVE_S_MAX if led.generation.waits else -math.inf
-    if led.in_place and not (led.leaving or asked.record.save):
+    handover = context.view.handover
+    if handover is None:
+        return context.generation_seen_at + LEAVE_S_MAX if context.generation.waits else -math.inf
+    if context.in_place and not (context.draining_seats or handover.record.save):
         # The worker that all wait for is busy, or it hangs and its agent ends it. No node leaves, so there is no hurry.
         return math.inf
-    told_at = asked.since + LEAVE_S_MAX
-    stands = led.standing_since
-    if not (led.leaving and led.in_place and led.generation.world_size > 1) or (led.others_go_on and stands is None):
-        return told_at
+    deadline = handover.since + LEAVE_S_MAX
+    standing_since = context.standing_since
+    if not (context.draining_seats and context.in_place and context.generation.world_size > 1) or (
+        context.others_go_on and standing_since is None
+    ):
+        return deadline
     # If the open step does not end, those that come out of it save the newest one that has.
     # A leader whose own worker is in a `loop.pause` sees no standstill.
-    if led.others_go_on or stands is None:
-        return min(told_at, max(asked.since, stands or asked.since) + led.patience_s)
-    return min(told_at, stands + STANDS_S_MAX)
+    if context.others_go_on or standing_since is None:
+        return min(deadline, max(handover.since, standing_since or handover.since) + context.drain_patience_s)
+    return min(deadline, standing_since + STANDSTILL_S_MAX)
 
 
-def saving(led: LeaderContext, lost: Collection[Seat]) -> Wait | None:
+def wait_for_save(context: LeaderContext, lost: Collection[Seat]) -> Wait | None:
     """Wait while rank 0 saves after others have left in order: another generation would end the save. Otherwise None.
 
     Args:
-        led: what the leader's decisions are made from.
+        context: what the leader's decisions are made from.
         lost: the seats whose nodes are gone. Nodes that left in order need not wait for the save.
     """
-    asked, first, until = led.view.handover, led.seats[:1], left_until(led)
-    saves = led.generation.waits or (asked is not None and asked.record.save)
-    left = led.failed_since is None and all(led.said(seat, "left") for seat in lost)
-    done = any(seat in lost or led.said(seat, "held") for seat in first)
+    handover, first, until = context.view.handover, context.seats[:1], leave_deadline(context)
+    saves = context.generation.waits or (handover is not None and handover.record.save)
+    left = context.failed_since is None and all(context.has_reported(seat, "left") for seat in lost)
+    done = any(seat in lost or context.has_reported(seat, "held") for seat in first)
     # The nodes left before all workers had met, so the save cannot begin.
-    unmet = led.generation.waits and led.standing_since is not None
-    if not (saves and left) or done or unmet or led.now >= until:
+    unmet = context.generation.waits and context.standing_since is not None
+    if not (saves and left) or done or unmet or context.now >= until:
         return None
     return Wait(f"{list_names(seat.node for seat in first)} saves the agreed step", until)
 
 
-def how_gone(view: View, seat: Seat) -> str:
+def describe_loss(view: View, seat: Seat) -> str:
     """How the node of a lost `seat` went, in words that follow its name: "left", or "lost" with the evidence."""
     report, verdict, key = view.reports.get(seat.node), view.verdicts.get(seat.incarnation), view.members.get(seat.node)
     if report is not None and report.record.incarnation == seat.incarnation and report.record.status == "left":
@@ -352,7 +358,7 @@ def how_gone(view: View, seat: Seat) -> str:
 
 def survivors(view: View) -> list[Stored[Member]]:
     """Members whose workers have this generation's state and can go on in place; none once a worker has ended well."""
-    if view.generation is None or view.ended:
+    if view.generation is None or view.ended_nodes:
         return []
     seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
     here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]
@@ -360,7 +366,7 @@ def survivors(view: View) -> list[Stored[Member]]:
     # In a generation that began in place, a key from before it may still be true: its workers have only got new seats.
     # In any other generation all workers are new, so an older key tells of workers that have ended.
     having = [entry for entry in here if entry.record.ready and entry.record.has_state]
-    return [entry for entry in having if record.in_place or entry.record.generation == view.number]
+    return [entry for entry in having if record.in_place or entry.record.generation == view.generation_number]
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
@@ -374,38 +380,42 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
         newer = report.record.model_dump(include={"ready", "new", "has_state"})
         # Revisions order the two: they are counted by the store, not by a clock.
-        return entry if report.mod_revision < entry.mod_revision else _with(entry, newer)
+        return entry if report.mod_revision < entry.mod_revision else _with_fields(entry, newer)
     seat = view.seat_of(entry.record)
-    if seat is not None and _goes_on_unheard(view, entry):
+    if seat is not None and _is_key_older_than_seat(view, entry):
         ready = max(entry.record.ready, seat.workers)
-        return _with(entry, {"ready": ready, "new": ready - seat.workers})
+        return _with_fields(entry, {"ready": ready, "new": ready - seat.workers})
     return entry
 
 
-def _with(entry: Stored[Member], newer: Mapping[str, object]) -> Stored[Member]:
+def _with_fields(entry: Stored[Member], newer: Mapping[str, object]) -> Stored[Member]:
     return replace(entry, record=entry.record.model_copy(update=newer))
 
 
-def _goes_on_unheard(view: View, entry: Stored[Member]) -> bool:
+def _is_key_older_than_seat(view: View, entry: Stored[Member]) -> bool:
     """Whether a member has a seat in place that its key does not tell of yet."""
-    return view.generation is not None and view.generation.record.in_place and entry.record.generation < view.number
+    return (
+        view.generation is not None
+        and view.generation.record.in_place
+        and entry.record.generation < view.generation_number
+    )
 
 
-def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy | None, Stored[Member] | None]:
+def _newest_copy(context: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy | None, Stored[Member] | None]:
     """The newest copy of the state that one of the members `chosen` holds, and its holder; (None, None) without one.
 
     Only a copy of the generation that is being replaced counts. Its workers took or left it, as reports tell (the
     leader need not report to itself), or the generation itself resumed from it. The copy must descend from the head and
     be newer. It does if the head was committed in that generation, or is what that generation resumed from.
     """
-    view, me = led.view, led.me
+    view, me = context.view, context.me
     if view.generation is None:
         return None, None
     before, head = view.generation.record, view.head.record if view.head else None
     known = (before.resume.nonce if before.resume else "", "")
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
-    first = led.seats[0].incarnation if led.seats else ""
+    first = context.seats[0].incarnation if context.seats else ""
     best: tuple[Copy | None, Stored[Member] | None] = (None, None)
     reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
@@ -416,7 +426,7 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
             and report.record.status in ("failed", "held", "ok")
         ):
             copy = report.record.memory
-        elif me.record.incarnation == life and me.seated == before.number:
+        elif me.record.incarnation == life and me.seated_generation == before.number:
             copy = me.copy
         elif life == first:
             # The node of rank 0 keeps the copy that the generation resumed from until the next generation, whatever its
@@ -429,13 +439,13 @@ def _newest_copy(led: LeaderContext, chosen: list[Stored[Member]]) -> tuple[Copy
     return best
 
 
-def too_few(led: LeaderContext) -> Decision | None:
+def decide_if_too_few(context: LeaderContext) -> Decision | None:
     """What to do with fewer than min-nodes: wait, and at the deadline end the run for all alike. None: enough."""
-    view, spec, now = led.view, led.spec, led.now
+    view, spec, now = context.view, context.spec, context.now
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
         return None
-    can = startable(view)
+    can = startable_members(view)
     if len(can) >= spec.min_nodes and view.generation is not None:
         # Enough nodes live, but some have no worker ready. The workers with the state wait for those that set up beside
         # them, though not for ever. Nodes whose key names this generation without a ready worker are not waited for:
@@ -443,12 +453,15 @@ def too_few(led: LeaderContext) -> Decision | None:
         troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
         enough_since = sorted(entry.ready_since or 0.0 for entry in can)[spec.min_nodes - 1]
         until = min(troubles, default=max(view.generation.since, enough_since)) + spec.join_timeout_s
-        if sum(bool(each.record.ready) or each.record.generation != view.number for each in can) < spec.min_nodes:
+        if (
+            sum(bool(each.record.ready) or each.record.generation != view.generation_number for each in can)
+            < spec.min_nodes
+        ):
             until = max(troubles, default=view.generation.since) + SEATED_S_MAX
         return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None
-    if view.short_since is None:
+    if view.too_few_since is None:
         return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
-    deadline = view.short_since + spec.join_timeout_s
+    deadline = view.too_few_since + spec.join_timeout_s
     if now >= deadline:
         reason = (
             f"{len(view.members)} of at least {counted(spec.min_nodes, 'node')} came within {spec.join_timeout_s:g} s"
@@ -457,13 +470,13 @@ def too_few(led: LeaderContext) -> Decision | None:
     return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
 
 
-def settled_at(led: LeaderContext) -> float:
+def settled_at(context: LeaderContext) -> float:
     """When the first generation may begin: at once with max-nodes, else after a quiet time, but not later than a limit.
 
     Quiet means that all members are ready and the last one registered `settle_quiet_s` ago. The limit counts from when
     min-nodes were ready. At least min-nodes members must be ready.
     """
-    view, spec = led.view, led.spec
+    view, spec = context.view, context.spec
     ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
     if len(ready) >= spec.max_nodes:
         return ready[spec.max_nodes - 1]
@@ -475,17 +488,17 @@ def settled_at(led: LeaderContext) -> float:
 
 def candidates(view: View) -> list[Stored[Member]]:
     """The members that can get a seat now. In place these are only members with workers that are ready to go on."""
-    can = startable(view)
-    return [entry for entry in can if entry.record.ready] if go_on(view, can) else can
+    can = startable_members(view)
+    return [entry for entry in can if entry.record.ready] if any_has_state(view, can) else can
 
 
-def go_on(view: View, members: list[Stored[Member]]) -> bool:
+def any_has_state(view: View, members: list[Stored[Member]]) -> bool:
     """Whether one of these `members` has the state, so that no worker has to start anew."""
     alive = {entry.record.incarnation for entry in survivors(view)}
     return any(entry.record.incarnation in alive for entry in members)
 
 
-def startable(view: View, *, draining: bool = False) -> list[Stored[Member]]:
+def startable_members(view: View, *, draining: bool = False) -> list[Stored[Member]]:
     """The members that can start workers: warm, not draining, in reach, and not leaving.
 
     A node that leaves reports so before its key goes, or with it. With `draining`, members that drain also count if
@@ -494,33 +507,37 @@ def startable(view: View, *, draining: bool = False) -> list[Stored[Member]]:
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     members = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None or draining]
     ready = [each for each in members if each.ready_since is not None or (each.record.draining and each.record.ready)]
-    absent = {entry.record.incarnation for entry in unavailable(view)}
+    absent = {entry.record.incarnation for entry in unreachable_members(view)}
     barred = left | absent
     return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready
 
 
-def unavailable(view: View) -> list[Stored[Member]]:
+def unreachable_members(view: View) -> list[Stored[Member]]:
     """Newcomers and returned members that did not answer the leader's probe: a generation with them could only fail."""
-    unheard = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
-    if not unheard:
+    unanswered = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
+    if not unanswered:
         return []
-    asked = [(entry, unheard.get(entry.record.incarnation)) for entry in view.members.values()]
-    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None]
+    probed = [(entry, unanswered.get(entry.record.incarnation)) for entry in view.members.values()]
+    silent = [(entry, verdict) for entry, verdict in probed if verdict is not None]
     seated = {seat.incarnation for seat in view.seats.values()}
-    return [entry for entry, said in silent if entry.record.incarnation not in seated or returned(entry, said)]
+    return [
+        entry
+        for entry, verdict in silent
+        if entry.record.incarnation not in seated or has_registered_since(entry, verdict)
+    ]
 
 
-def returned(entry: Stored[Member], verdict: Verdict) -> bool:
+def has_registered_since(entry: Stored[Member], verdict: Verdict) -> bool:
     """Whether a member has registered since it was probed. A fenced member may not know why, and comes back."""
     return entry.since > verdict.asked_at
 
 
-LONG_S = 3600.0
+LONG_GENERATION_S = 3600.0
 """A generation that has made steps for this many seconds counts as progress, even if no newer snapshot was seen: not
 every script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
 
 
-def counting(led: LeaderContext, first: Failure) -> Restarts:
+def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
     """The restarts once the failure `first` is counted. After progress the count begins at one again.
 
     Progress is a new committed step, or a step further than at any failure before: survivors keep that step unsaved. A
@@ -532,20 +549,20 @@ def counting(led: LeaderContext, first: Failure) -> Restarts:
     A worker that was killed after a step of its own is like a lost node: the others go on if they have the state, and
     no restart is spent. A worker that ends before its first step spends one, so this does not go on for ever either.
     """
-    before, reached = led.generation.restarts, led.reached
-    progress = led.spec.restarts_reset and led.gets_further
-    free = first.killed and go_on(led.view, startable(led.view))
+    before, reached = context.generation.restarts, context.progress
+    progress = context.spec.restarts_reset and context.has_progressed
+    free = failure.killed and any_has_state(context.view, startable_members(context.view))
     return Restarts(
         spent=(0 if progress else before.spent) + (not free),
         total=before.total + 1,
         step=reached.step,
         beats=max(reached.beats, before.beats),
         loaded=max(reached.loaded, before.loaded),
-        early=first.early,
+        early=failure.early,
     )
 
 
-def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
+def failure_to_blame(reports: Iterable[Stored[Report]]) -> Failure:
     """The failure to blame among the `reports` of all nodes, in the store's order (see `first_cause`)."""
     ordered = [entry.record for entry in sorted(reports, key=lambda entry: entry.mod_revision)]
     failures = [record.failure for record in ordered if record.failure is not None]
@@ -555,10 +572,10 @@ def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
     return first_cause(failures, ended) or unknown
 
 
-def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
+def failure_text(failure: Failure, failed: list[Stored[Report]]) -> str:
     """The text of the first cause. For a hang it has a part from each node's report: the cause may be on any node."""
-    if not first.stalled:
-        return first.text
+    if not failure.stalled:
+        return failure.text
     ordered = sorted(failed, key=lambda entry: entry.mod_revision)
     texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
     share = TEXT_MAX_BYTES // len(texts)

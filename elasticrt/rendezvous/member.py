@@ -24,33 +24,33 @@ from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous import registration, transactions
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
-    Adopt,
+    AdoptSpec,
     Announce,
-    Ask,
     Decision,
     Fence,
-    File,
     Finish,
     Halt,
     Me,
     Publish,
     Register,
     Rejoin,
-    Withdraw,
+    WithdrawHandover,
+    WriteHandover,
+    WriteReport,
 )
-from elasticrt.rendezvous.outage import RIDE_THROUGH_S, Heard, Outage, ride_out
+from elasticrt.rendezvous.outage import RIDE_THROUGH_S, GenerationAnswer, Outage, ride_out
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Report, Result, Seat, decode, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.registration import Entered, Kept
+from elasticrt.rendezvous.registration import Blocked, Registered
 from elasticrt.rendezvous.replica import Replica
-from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Transact
-from elasticrt.rendezvous.view import Stored, Verdict, View, with_verdict
+from elasticrt.rendezvous.requests import Conversation, Grant, Notice, Pause, ProbeOwner, Transact
+from elasticrt.rendezvous.view import Stored, Verdict, View, apply_verdict
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreUnavailable, Txn
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """The `verdict` of a probe on one life of a node, `incarnation`."""
 
     incarnation: str
@@ -58,7 +58,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinOptions:
     """How a member comes into its run.
 
     Attributes:
@@ -114,31 +114,31 @@ class Member:
         self._note = note
         self._seats_per_chunk = seats_per_chunk
         # The key of this node's newest report, and its mod revision; None while the outcome of a write is unknown.
-        self._filed: dict[str, int | None] = {}
+        self._report_revisions: dict[str, int | None] = {}
 
     @property
     def view(self) -> View:
         """What the member knows of its run."""
         return self.replica.view
 
-    def _change(self, **fields: object) -> None:
+    def _change_record(self, **fields: object) -> None:
         """Change what the member's key should say."""
         self.me = replace(self.me, record=self.me.record.model_copy(update=fields))
 
     # Events.
 
-    def handle(self, event: Notice | SessionState | Probed | Heard, now: float) -> None:
+    def handle(self, event: Notice | SessionState | ProbeResult | GenerationAnswer, now: float) -> None:
         """Take note of an event. It changes the state; `decide` draws the conclusions."""
         match event:
             case Notice():
-                self.replica.absorb(event, now)
+                self.replica.fold_notice(event, now)
             case SessionState():
                 self._lease_changed(event, now)
-            case Probed(incarnation, verdict):
-                self.replica.view = with_verdict(self.view, incarnation, verdict)
-            case Heard(generation=generation):
-                self.outage.heard(event)
-                self.me = replace(self.me, heard=max(self.me.heard, generation))
+            case ProbeResult(incarnation, verdict):
+                self.replica.view = apply_verdict(self.view, incarnation, verdict)
+            case GenerationAnswer(generation=generation):
+                self.outage.note_answer(event)
+                self.me = replace(self.me, heard_generation=max(self.me.heard_generation, generation))
 
     def _lease_changed(self, state: SessionState, now: float) -> None:
         if state.lease_id and state.lease_id != self.lease_id:
@@ -153,7 +153,7 @@ class Member:
         elif self.outage.since is None:
             self.outage.alone_since = None
 
-    def failed(self, error: StoreError, now: float) -> float:
+    def note_failure(self, error: StoreError, now: float) -> float:
         """Take note of a request that failed. Returns when to decide again on the member's clock, 0 for at once.
 
         Raises an `error` that cannot be ridden out.
@@ -167,7 +167,7 @@ class Member:
                 self.me = replace(self.me, lease="lost")
                 return 0.0
             case StoreBlocked():
-                return self.outage.refused(error, now)
+                return self.outage.note_refusal(error, now)
         raise error
 
     # Decisions.
@@ -176,8 +176,8 @@ class Member:
         """The member's own state, which the driver brings up to date and stores in `me` before it calls `decide`."""
         # A generation without a seat for this member counts as well: another store must not publish its number a second
         # time.
-        if self.view.number > self.me.known:
-            self.me = replace(self.me, known=self.view.number)
+        if self.view.generation_number > self.me.highest_generation:
+            self.me = replace(self.me, highest_generation=self.view.generation_number)
         return self.me
 
     def decide(self, now: float) -> Decision:
@@ -189,14 +189,15 @@ class Member:
         # With a suspended lease `decide` writes nothing, but still ends workers whose generation is over.
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
-    def listens_to(self, now: float) -> Sequence[Seat]:
+    def seats_to_ask(self, now: float) -> Sequence[Seat]:
         """The seats to ask for their generation now.
 
         There are none unless workers run here and etcd does not answer or the lease is overdue.
         """
-        if not self.me.running or (self.outage.since is None and self.me.lease != "suspended"):
+        if not self.me.running_generation or (self.outage.since is None and self.me.lease != "suspended"):
             return ()
-        return self.outage.listens_to([seat for seat in self.view.order() if seat.node != self.me.record.node], now)
+        others = [seat for seat in self.view.seats_in_rank_order() if seat.node != self.me.record.node]
+        return self.outage.seats_to_ask(others, now)
 
     def carry_out(self, decision: Decision) -> Conversation[bool]:
         """Carry out the part of a decision that needs the store. The driver does the rest.
@@ -212,10 +213,10 @@ class Member:
                     yield from self.renew()
                 self.me = replace(self.me, lease="connected")
                 return (yield from registration.register_again(self.replica, self.me.record, self.lease_id))
-            case Adopt(spec=spec):
+            case AdoptSpec(spec=spec):
                 self.me = replace(self.me, spec=spec)
-            case File(report=report):
-                return (yield from self._file(report))
+            case WriteReport(report=report):
+                return (yield from self._write_report(report))
             case Publish():
                 return (yield from self._publish(decision))
             case _:
@@ -229,11 +230,11 @@ class Member:
             case Announce():
                 return transactions.announce(keys, view, self.me.record, self.lease_id)
             case Fence(member=member):
-                return transactions.evict(keys, view.fence, member.record.node, member.mod_revision)
-            case Ask(handover=handover):
-                return transactions.ask(keys, view, handover)
-            case Withdraw():
-                return transactions.withdraw(keys, view)
+                return transactions.fence(keys, view.generation_value, member.record.node, member.mod_revision)
+            case WriteHandover(handover=handover):
+                return transactions.write_handover(keys, view, handover)
+            case WithdrawHandover():
+                return transactions.withdraw_handover(keys, view)
             case Finish():
                 return transactions.finish(keys, view, self._result(decision))
         raise AssertionError(f"{decision} asks nothing of the store")
@@ -245,28 +246,28 @@ class Member:
             status=decision.status,
             code=decision.code,
             reason=decision.reason,
-            generation=self.view.number,
+            generation=self.view.generation_number,
             step=self.view.head.record.reached if self.view.head else 0,
             text=decision.text,
         )
 
-    def _file(self, report: Report) -> Conversation[bool]:
+    def _write_report(self, report: Report) -> Conversation[bool]:
         """Store a report. Returns whether it took effect."""
         # The view is taken first: if another store answers the read below, the replica empties its view.
         keys, view = self.replica.keys, self.view
         key = keys.report(report.generation, report.node)
-        before = self._filed.get(key, 0)
+        before = self._report_revisions.get(key, 0)
         # The last write may have arrived although its answer did not.
         if before is None:
-            found = yield from self.replica.look_up(key)
+            found = yield from self.replica.read_key(key)
             before = found.mod_revision if found is not None else 0
         # While the write is under way its outcome is unknown, also if the conversation is cut off here.
-        self._filed = {key: None}
-        revision = yield from self.replica.write(transactions.file(keys, view, report, before))
+        self._report_revisions = {key: None}
+        revision = yield from self.replica.write(transactions.write_report(keys, view, report, before))
         if not revision:
             return False
-        self._filed = {key: revision}
-        self.me = replace(self.me, filed=report)
+        self._report_revisions = {key: revision}
+        self.me = replace(self.me, stored_report=report)
         return True
 
     def _publish(self, decision: Publish) -> Conversation[bool]:
@@ -276,7 +277,7 @@ class Member:
         seats = () if chunks else decision.seats
         generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks), seats=seats)
         # A member reads its seat as soon as it sees the generation, so the roster has to be there before.
-        for txn in transactions.roster(keys, generation.nonce, chunks):
+        for txn in transactions.write_roster(keys, generation.nonce, chunks):
             yield Transact(txn)
         absent = sorted(self.view.seats.keys() - self.view.members.keys())
         # A member key that holds something foreign exists, so comparing its absence would fail every time.
@@ -291,52 +292,58 @@ class Member:
 
     def begin_life(self) -> None:
         """Become a newcomer: a new incarnation, without a lease, a generation or a report."""
-        self._change(incarnation=self._token(), generation=0)
+        self._change_record(incarnation=self._token(), generation=0)
         # The lease is given up on purpose. A data preparation that the old life was building is claimed by that lease,
         # and ends with it.
-        self.me = replace(self.me, report=None, filed=None, failed_at=None, lease="lost")
+        self.me = replace(self.me, report=None, stored_report=None, failed_at=None, lease="lost")
 
     def drain(self) -> None:
         """Say in the member key that this node is to hand over and leave."""
-        self._change(draining=True)
+        self._change_record(draining=True)
 
-    def has_ended(self, result: Result) -> None:
+    def note_result(self, result: Result) -> None:
         """Take note of the run's `result`, if the store has ended and cannot tell it any more."""
-        self.replica.view = replace(self.view, latest=Stored(result, 0, 0, 0.0))
+        self.replica.view = replace(self.view, newest_result=Stored(result, 0, 0, 0.0))
 
-    def begin_anew(self) -> None:
+    def begin_life_in_new_store(self) -> None:
         """Begin another life in another store, which replaces a store that was lost."""
         # `seen` keeps the highest number of the lost store, so that the next leader publishes a higher one.
         me = self.me
-        self._change(incarnation=self._token(), generation=0, seen=max(me.record.seen, me.known))
-        self.me = Me(self.me.record, me.spec, started=me.started, running=me.running, pause_s=me.pause_s)
-        self._forget()
+        self._change_record(incarnation=self._token(), generation=0, seen=max(me.record.seen, me.highest_generation))
+        self.me = Me(
+            self.me.record,
+            me.spec,
+            started_generation=me.started_generation,
+            running_generation=me.running_generation,
+            pause_s=me.pause_s,
+        )
+        self._reset_replica()
 
-    def _forget(self) -> None:
-        self.replica, self._filed = Replica(self.me.record.node, self.replica.keys, self._note), {}
+    def _reset_replica(self) -> None:
+        self.replica, self._report_revisions = Replica(self.me.record.node, self.replica.keys, self._note), {}
 
     # Questions that go past the view.
 
     def newest_head(self) -> Conversation[Commit | None]:
         """Read the newest committed checkpoint. Only the leader's view has it."""
-        found = yield from self.replica.record(Commit, self.replica.keys.checkpoint)
+        found = yield from self.replica.read_record(Commit, self.replica.keys.checkpoint)
         return None if found is None else found[0]
 
     # Joining and leaving.
 
-    def join(self, how: Joining) -> Conversation[Result | None]:
+    def join(self, how: JoinOptions) -> Conversation[Result | None]:
         """Get a lease and a key, and read a first view. Returns the result if the run has succeeded before, else None.
 
         The member may have another name afterwards. Raises DuplicateError, StoreError, and `how.too_late`.
         """
         yield from ride_out(self.renew, how.etcd_wait_s, self._note)
-        entered = yield from self._enter(how)
-        if isinstance(entered, Result):
-            return entered
+        registered = yield from self._register(how)
+        if isinstance(registered, Result):
+            return registered
         yield from ride_out(self.replica.refresh, how.etcd_wait_s, self._note)
-        number = self.view.number
-        self._change(seen=max(self.me.record.seen, number))
-        self.me = replace(self.me, attempt=entered.attempt, spec=entered.spec, known=number)
+        number = self.view.generation_number
+        self._change_record(seen=max(self.me.record.seen, number))
+        self.me = replace(self.me, attempt=registered.attempt, spec=registered.spec, highest_generation=number)
         return None
 
     def renew(self) -> Conversation[None]:
@@ -344,45 +351,46 @@ class Member:
         lease, _ = yield Grant()
         self.lease_id = lease.lease_id
 
-    def _enter(self, how: Joining) -> Conversation[Entered | Result]:
+    def _register(self, how: JoinOptions) -> Conversation[Registered | Result]:
         """Register, in spite of other newcomers, a key of an old life, or another agent with the same name."""
         # A pause of 0 s only asks the driver for the time.
         _, now = yield Pause(0.0)
         deadline = now + how.timeout_s
         name, tries, gone_at = self.me.record.node, 1, math.inf
         while now < deadline:
-            answer = yield from ride_out(lambda: self._enter_once(again=how.again), how.etcd_wait_s, self._note)
-            if isinstance(answer, Entered | Result):
+            answer = yield from ride_out(lambda: self._try_register(again=how.again), how.etcd_wait_s, self._note)
+            if isinstance(answer, Registered | Result):
                 return answer
             if answer is None:
                 _, now = yield Pause(LOOK_AGAIN_S)
                 continue
             other = decode(MemberRecord, answer.key.key, answer.key.value)
-            said, now = yield AskOwner(other)
-            if said == "dead" and not answer.unlike:
-                evict = functools.partial(registration.evict, self.replica, answer.key, other)
-                yield from ride_out(evict, how.etcd_wait_s, self._note)
-            elif (how.named or answer.unlike) and (said == "alive" or now > gone_at):
-                run_id = self.replica.keys.run_id
-                raise DuplicateError(_other_options(run_id, answer.unlike) if answer.unlike else _same_name(other))
-            elif how.named or answer.unlike:
+            kind, now = yield ProbeOwner(other)
+            if kind == "dead" and not answer.difference:
+                fence = functools.partial(registration.fence, self.replica, answer.key, other)
+                yield from ride_out(fence, how.etcd_wait_s, self._note)
+            elif (how.named or answer.difference) and (kind == "alive" or now > gone_at):
+                if answer.difference:
+                    raise DuplicateError(_other_options_message(self.replica.keys.run_id, answer.difference))
+                raise DuplicateError(_same_name_message(other))
+            elif how.named or answer.difference:
                 # The owner does not answer, as after a power loss. Only a live agent keeps its key for longer than its
                 # lease, so a key that outlives two lease terms has a live owner.
                 if gone_at == math.inf:
                     gone_at = now + 2 * answer.lease_ttl_s
-                    self._say(_waits_for(other, answer))
+                    self._say(_waiting_message(other, answer))
                 yield Pause(LOOK_AGAIN_S)
             else:
                 # No person has chosen this name, so another one is as good.
                 tries += 1
-                self._change(node=f"{name}-{tries}")
-                self._forget()
+                self._change_record(node=f"{name}-{tries}")
+                self._reset_replica()
         raise how.too_late
 
-    def _enter_once(self, *, again: bool) -> Conversation[Entered | Result | Kept | None]:
+    def _try_register(self, *, again: bool) -> Conversation[Registered | Result | Blocked | None]:
         try:
             me = self.me
-            return (yield from registration.enter(self.replica, me.spec, me.record, self.lease_id, again=again))
+            return (yield from registration.try_register(self.replica, me.spec, me.record, self.lease_id, again=again))
         # A machine may stand still for longer than a lease before its agent is a member. It can still become one.
         except LeaseLost as error:
             self._note(f"{error}; registering with another one")
@@ -396,26 +404,28 @@ class Member:
         """
         record, last = self.me.record, self.me.report
 
-        def left(view: View) -> Report | None:
+        def last_report(view: View) -> Report | None:
             if not seat_too or view.seat_of(record) is None:
                 return None
             # This report replaces the last one in the store. A failure that no restart can cure must not be lost with
             # it.
-            failure = last.failure if last is not None and last.generation == view.number else None
+            failure = last.failure if last is not None and last.generation == view.generation_number else None
             life = record.incarnation
-            return Report(generation=view.number, node=record.node, incarnation=life, status="left", failure=failure)
+            return Report(
+                generation=view.generation_number, node=record.node, incarnation=life, status="left", failure=failure
+            )
 
-        return registration.leave(self.replica, record, left)
+        return registration.leave(self.replica, record, last_report)
 
 
-def _waits_for(other: MemberRecord, kept: Kept) -> str:
+def _waiting_message(other: MemberRecord, blocked: Blocked) -> str:
     """What a newcomer waits for while such a key keeps it out, in words for people."""
     gone = f"the agent of node {other.node} does not answer at {other.address}"
-    begun = f"the run had other options ({kept.unlike})" if kept.unlike else "it has this node's name"
-    return f"{gone}, and {begun}: waiting until its lease ends, {2 * kept.lease_ttl_s:g} s at most"
+    begun = f"the run had other options ({blocked.difference})" if blocked.difference else "it has this node's name"
+    return f"{gone}, and {begun}: waiting until its lease ends, {2 * blocked.lease_ttl_s:g} s at most"
 
 
-def _same_name(other: MemberRecord) -> str:
+def _same_name_message(other: MemberRecord) -> str:
     return explain(
         "a live agent has this node's name",
         f"node {other.node}",
@@ -425,11 +435,11 @@ def _same_name(other: MemberRecord) -> str:
     )
 
 
-def _other_options(run_id: str, unlike: str) -> str:
+def _other_options_message(run_id: str, difference: str) -> str:
     return explain(
         "this run is alive with other options",
         f"run {run_id}",
-        got=unlike,
+        got=difference,
         expected="the same options on every node",
         remedy="Start this node with the run's options, or choose another --run-id",
     )

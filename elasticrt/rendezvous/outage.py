@@ -22,14 +22,14 @@ RIDE_THROUGH_S = 900.0
 
 RETRY_S = 0.5
 """Seconds between two tries to read everything again, or to repeat a refused write."""
-LISTEN_S = 1.0
+ASK_INTERVAL_S = 1.0
 """Seconds between two questions to the other agents for their generation."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Heard:
+class GenerationAnswer:
     """The answer of another agent of this run: the `generation` that it is in, 0 for no answer."""
 
     generation: int
@@ -52,7 +52,7 @@ class Outage:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.refused_since: float | None = None
-        self._listen_at = 0.0
+        self._ask_at = 0.0
         self.since: float | None = None
         self.problem = ""
         self.alone_since: float | None = None
@@ -84,21 +84,21 @@ class Outage:
         """Whether to read everything again now."""
         return self.since is not None and now >= self.retry_at
 
-    def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
+    def seats_to_ask(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
         """The seats to ask for their generation now: all `seats`, the others of the generation, once a second."""
-        if now < self._listen_at:
+        if now < self._ask_at:
             return ()
-        self._listen_at = now + LISTEN_S
+        self._ask_at = now + ASK_INTERVAL_S
         if seats and self.alone_since is None:
             self.alone_since = now
         return seats
 
-    def heard(self, heard: Heard) -> None:
+    def note_answer(self, answer: GenerationAnswer) -> None:
         """Take note of an answer to that question."""
-        if heard.generation:
+        if answer.generation:
             self.alone_since = None
 
-    def refused(self, error: StoreBlocked, now: float) -> float:
+    def note_refusal(self, error: StoreBlocked, now: float) -> float:
         """Take note of a write that was refused, for lack of space or of a permission that this login had before.
 
         Returns when to try again. Raises `error` after RIDE_THROUGH_S of refusals.
@@ -110,7 +110,7 @@ class Outage:
             raise error
         return now + RETRY_S
 
-    def not_refused(self) -> None:
+    def note_write(self) -> None:
         """Take note that a write has succeeded."""
         self.refused_since = None
 

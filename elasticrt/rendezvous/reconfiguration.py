@@ -22,17 +22,17 @@ from typing import Literal
 
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
-from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, ReleaseHold, Wait, Withdraw
+from elasticrt.rendezvous.decision import Decision, Go, Hold, Me, ReleaseHold, Wait, WithdrawHandover, WriteHandover
 from elasticrt.rendezvous.leader_context import (
     LeaderContext,
+    any_has_state,
     candidates,
-    go_on,
-    left_until,
+    decide_if_too_few,
+    leave_deadline,
     list_names,
     publish,
     re_form,
-    startable,
-    too_few,
+    startable_members,
 )
 from elasticrt.rendezvous.records import HandoverRecord, Member
 from elasticrt.rendezvous.view import Stored, View
@@ -44,13 +44,13 @@ at most 5 % of the time."""
 HOLD_S_MAX = 2.0
 """Seconds that the leader waits for the answers to "hold". Agents answer at once, whatever their workers do."""
 
-HOLDING_S = 0.25
+HANDOVER_PROBE_S = 0.25
 """Seconds without an answer in a handover after which the agent that owes it is probed. Workers that hold wait for no
 other worker, so a dead node makes none of them fail. A handover usually takes some 10 ms."""
 
 
 @dataclass(frozen=True)
-class Reconfiguration:
+class PlannedChange:
     """A planned change that may happen now.
 
     Attributes:
@@ -64,218 +64,230 @@ class Reconfiguration:
     save: bool = False
 
 
-def ask_times(asked: Stored[HandoverRecord], now: float) -> tuple[list[float], float]:
+def probe_times(handover: Stored[HandoverRecord], now: float) -> tuple[list[float], float]:
     """When to probe the agents that a handover waits for: the last such time (a list, maybe empty) and the next.
 
     Each time is twice as late after the request as the one before, because a long step may be what all wait for.
 
     Args:
-        asked: the handover.
+        handover: the handover.
         now: the member's monotonic clock, in seconds.
     """
     # The largest HOLDING_S * 2**k that has passed. Before the first probe is due, k is -1.
-    late_s = HOLDING_S * 2 ** math.floor(math.log2(max(now - asked.since, HOLDING_S / 2) / HOLDING_S))
-    return [asked.since + late_s] if late_s >= HOLDING_S else [], asked.since + 2 * late_s
+    passed_s = max(now - handover.since, HANDOVER_PROBE_S / 2)
+    late_s = HANDOVER_PROBE_S * 2 ** math.floor(math.log2(passed_s / HANDOVER_PROBE_S))
+    return [handover.since + late_s] if late_s >= HANDOVER_PROBE_S else [], handover.since + 2 * late_s
 
 
-def handing_over(me: Me, view: View) -> Decision | None:
+def take_part_in_handover(me: Me, view: View) -> Decision | None:
     """A member's part of a handover: make its workers hold, leave or go on, as the record says. None: nothing to do."""
-    asked = view.handover
-    if me.running != view.number:
+    handover = view.handover
+    if me.running_generation != view.generation_number:
         return None
-    if asked is None:
-        return ReleaseHold("the handover was given up") if me.holding else None
+    if handover is None:
+        return ReleaseHold("the handover was given up") if me.hold_revision else None
     # A handover that is given up and asked for again has another create revision, so its workers have to hold again.
-    if me.holding != asked.create_revision:
-        return Hold(f"asked to hold: {asked.record.cause}", asked.create_revision)
-    if asked.record.step and me.going != asked.record.step:
-        return Go(f"all leave after step {asked.record.step}", asked.record.step, asked.record.save)
+    if me.hold_revision != handover.create_revision:
+        return Hold(f"asked to hold: {handover.record.cause}", handover.create_revision)
+    if handover.record.step and me.leave_after_step != handover.record.step:
+        return Go(f"all leave after step {handover.record.step}", handover.record.step, handover.record.save)
     return None
 
 
-def planned(led: LeaderContext) -> Decision:
+def lead_planned_change(context: LeaderContext) -> Decision:
     """The leader's part: what to change, and how far the handover for it is."""
-    if led.generation.waits:
-        return _after_waiting(led)
-    wish = _wish(led)
-    asked = led.view.handover
-    if isinstance(wish, Wait):
-        if asked is not None and not asked.record.step:
-            return Withdraw(f"given up: {wish.reason}")
-        if asked is None:
-            return wish
+    if context.generation.waits:
+        return _after_waiting(context)
+    change = _wanted_change(context)
+    handover = context.view.handover
+    if isinstance(change, Wait):
+        if handover is not None and not handover.record.step:
+            return WithdrawHandover(f"given up: {change.reason}")
+        if handover is None:
+            return change
         # It is too late to give the handover up: some workers may have left already.
-        still = led.leaving or any(_has_more(led, entry) for entry in candidates(led.view))
-        cause = asked.record.cause if still else f"given up too late: {asked.record.cause}"
-        wish = Reconfiguration("drain", cause, asked.record.save)
-    if asked is None:
-        return Ask(f"{wish.cause}: hold", HandoverRecord(generation=led.generation.number, cause=wish.cause))
-    if not asked.record.step:
-        return _after_hold(led, wish, asked)
-    missing, until = led.to_answer, left_until(led)
-    if missing and led.now < until:
+        still = context.draining_seats or any(
+            _has_workers_to_let_in(context, entry) for entry in candidates(context.view)
+        )
+        cause = handover.record.cause if still else f"given up too late: {handover.record.cause}"
+        change = PlannedChange("drain", cause, handover.record.save)
+    if handover is None:
+        return WriteHandover(
+            f"{change.cause}: hold", HandoverRecord(generation=context.generation.number, cause=change.cause)
+        )
+    if not handover.record.step:
+        return _after_hold(context, change, handover)
+    missing, until = context.awaited_seats, leave_deadline(context)
+    if missing and context.now < until:
         to_come = list_names(seat.node for seat in missing)
-        until = min(until, ask_times(asked, led.now)[1])
-        return Wait(f"all leave after step {asked.record.step}; {to_come} to come", until)
+        until = min(until, probe_times(handover, context.now)[1])
+        return Wait(f"all leave after step {handover.record.step}; {to_come} to come", until)
     if missing:
-        return _given_up(led, wish)
-    if wish.save and not asked.record.save:
-        return _once_more(led, wish)
-    return re_form(led, wish.kind, wish.cause)
+        return _replace_without_step(context, change)
+    if change.save and not handover.record.save:
+        return _save_together(context, change)
+    return re_form(context, change.kind, change.cause)
 
 
-def _given_up(led: LeaderContext, wish: Reconfiguration) -> Decision:
+def _replace_without_step(context: LeaderContext, change: PlannedChange) -> Decision:
     """The agreed step does not end, so the next generation comes without it.
 
     If a node with the state leaves, it first waits until the state is saved. The node that keeps the others waiting may
     be the only one that stays, and its worker may be ended.
     """
-    members = startable(led.view, draining=True)
-    if led.leaving and go_on(led.view, members):
-        same = led.generation.restarts
-        return publish(led, wish.kind, wish.cause, restarts=same, members=members, waits=True)
-    return re_form(led, wish.kind, wish.cause)
+    members = startable_members(context.view, draining=True)
+    if context.draining_seats and any_has_state(context.view, members):
+        same = context.generation.restarts
+        return publish(context, change.kind, change.cause, restarts=same, members=members, waits=True)
+    return re_form(context, change.kind, change.cause)
 
 
-def _after_waiting(led: LeaderContext) -> Decision:
+def _after_waiting(context: LeaderContext) -> Decision:
     """The generation waits for nodes. The next follows when there are enough and the leaving nodes have saved."""
-    missing, until = [seat for seat in led.seats if led.key_of(seat) and not led.said(seat, "held")], left_until(led)
-    if led.leaving and missing and led.now < until:
+    missing = [seat for seat in context.seats if context.key_of(seat) and not context.has_reported(seat, "held")]
+    until = leave_deadline(context)
+    if context.draining_seats and missing and context.now < until:
         return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)
-    short = too_few(led)
-    if short is not None:
-        return short
-    if led.leaving:
-        return re_form(led, "drain", f"{list_names(seat.node for seat in led.leaving)} drained")
+    too_few = decide_if_too_few(context)
+    if too_few is not None:
+        return too_few
+    if context.draining_seats:
+        return re_form(context, "drain", f"{list_names(seat.node for seat in context.draining_seats)} drained")
     # When the time for newcomers to set up beside the others is over, all members that can start workers take part.
-    ready = candidates(led.view)
-    ready = ready if len(ready) >= led.spec.min_nodes else startable(led.view)
-    new = [entry.record.node for entry in ready if _has_more(led, entry)]
+    ready = candidates(context.view)
+    ready = ready if len(ready) >= context.spec.min_nodes else startable_members(context.view)
+    new = [entry.record.node for entry in ready if _has_workers_to_let_in(context, entry)]
     if new:
-        return re_form(led, "join", _arrival(led, new))
-    return re_form(led, "resize", f"resized to at least {counted(led.spec.min_nodes, 'node')}")
+        return re_form(context, "join", _join_cause(context, new))
+    return re_form(context, "resize", f"resized to at least {counted(context.spec.min_nodes, 'node')}")
 
 
-def _after_hold(led: LeaderContext, wish: Reconfiguration, asked: Stored[HandoverRecord]) -> Decision:
+def _after_hold(context: LeaderContext, change: PlannedChange, handover: Stored[HandoverRecord]) -> Decision:
     """All workers have been asked to hold: when every agent has answered, agree on the furthest step."""
-    missing = led.to_answer
-    entered = [led.view.reports[seat.node].record.entered for seat in led.seats if seat not in missing]
+    missing = context.awaited_seats
+    entered = [context.view.reports[seat.node].record.entered for seat in context.seats if seat not in missing]
     # A worker without a Loop has no step to agree on.
     if 0 in entered:
-        return re_form(led, wish.kind, wish.cause)
-    until = asked.since + HOLD_S_MAX
-    if missing and led.now < until:
-        until = min(until, ask_times(asked, led.now)[1])
+        return re_form(context, change.kind, change.cause)
+    until = handover.since + HOLD_S_MAX
+    if missing and context.now < until:
+        until = min(until, probe_times(handover, context.now)[1])
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
     # If every late node runs the generation, its workers may just have ended, and the join is given up. A node whose
     # workers have not begun the generation, for example because a data preparation is still building there, has no
     # step. Then the generation is replaced without an agreed one.
-    if missing and wish.kind == "join" and all(led.runs(seat) for seat in missing):
-        return Withdraw(f"given up: {list_names(seat.node for seat in missing)} did not answer")
+    if missing and change.kind == "join" and all(context.is_running(seat) for seat in missing):
+        return WithdrawHandover(f"given up: {list_names(seat.node for seat in missing)} did not answer")
     if missing:
-        return re_form(led, wish.kind, wish.cause)
-    record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)
-    return Ask(f"{wish.cause}: all leave after step {record.step}", record)
+        return re_form(context, change.kind, change.cause)
+    record = HandoverRecord(
+        generation=context.generation.number, cause=change.cause, step=max(entered), save=change.save
+    )
+    return WriteHandover(f"{change.cause}: all leave after step {record.step}", record)
 
 
-def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
+def _save_together(context: LeaderContext, change: PlannedChange) -> Decision:
     """More nodes drain since the step was agreed, and too few remain: the copies of that step would leave with them.
 
     So all of these nodes go on until they have saved together. A whole job whose nodes get their signals one after the
     other ends this way. If more nodes are lost meanwhile, those that are left are too few for a step, and save at once.
     """
-    leaving = [led.view.members[seat.node] for seat in led.leaving]
-    members = [*candidates(led.view), *leaving]
-    if len(members) < led.spec.min_nodes:
-        return re_form(led, wish.kind, wish.cause)
-    cause = f"{wish.cause}, after they have saved"
-    return publish(led, wish.kind, cause, restarts=led.generation.restarts, members=members)
+    leaving = [context.view.members[seat.node] for seat in context.draining_seats]
+    members = [*candidates(context.view), *leaving]
+    if len(members) < context.spec.min_nodes:
+        return re_form(context, change.kind, change.cause)
+    cause = f"{change.cause}, after they have saved"
+    return publish(context, change.kind, cause, restarts=context.generation.restarts, members=members)
 
 
-def _wish(led: LeaderContext) -> Reconfiguration | Wait:
+def _wanted_change(context: LeaderContext) -> PlannedChange | Wait:
     """The planned change that should happen now, or a `Wait` with the reason why none should.
 
     Draining members go first, and newcomers come in with them. After a resize there may be seats beyond max-nodes, or
     fewer than min-nodes. Workers that can only be ended, because they cannot go on in place, train on with too few
     nodes: the new minimum then counts from the next change on.
     """
-    if led.view.ended:
+    if context.view.ended_nodes:
         return Wait("closing: a worker has ended, nobody joins any more")
-    if led.leaving:
-        save = len(candidates(led.view)) < led.spec.min_nodes or len(led.leaving) == len(led.seats)
+    if context.draining_seats:
+        all_leave = len(context.draining_seats) == len(context.seats)
+        save = len(candidates(context.view)) < context.spec.min_nodes or all_leave
         # The node that holds the copy from which the other nodes resume leaves only when they have resumed.
-        stays = save or (led.generation.memory is not None and led.seats[0] in led.leaving)
-        if stays and _is_starting(led):
-            return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
-        return Reconfiguration("drain", f"{list_names(seat.node for seat in led.leaving)} drained", save=save)
-    if len(led.seats) < led.spec.min_nodes and led.in_place and not led.me.starting:
-        cause = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
-        return Reconfiguration("resize", cause, save=len(candidates(led.view)) < led.spec.min_nodes)
-    if len(led.seats) > led.spec.max_nodes:
-        return Reconfiguration("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")
-    return _newcomers(led)
+        stays = save or (context.generation.memory is not None and context.seats[0] in context.draining_seats)
+        if stays and _is_starting(context):
+            return Wait("the generation is starting; then it saves", context.now + LOOK_AGAIN_S)
+        return PlannedChange("drain", f"{list_names(seat.node for seat in context.draining_seats)} drained", save=save)
+    if len(context.seats) < context.spec.min_nodes and context.in_place and not context.me.starting:
+        cause = f"resized to at least {counted(context.spec.min_nodes, 'node')}"
+        return PlannedChange("resize", cause, save=len(candidates(context.view)) < context.spec.min_nodes)
+    if len(context.seats) > context.spec.max_nodes:
+        return PlannedChange("resize", f"resized to at most {counted(context.spec.max_nodes, 'node')}")
+    return _wanted_join(context)
 
 
-def _is_starting(led: LeaderContext) -> bool:
+def _is_starting(context: LeaderContext) -> bool:
     """Whether the workers have still to come to their first step, as far as the leader knows.
 
     About workers that can go on in place, a leader without a seat knows that they have the state. About other workers
     it only knows how long they have been starting.
     """
-    if led.me.running == led.generation.number:
-        return led.me.starting and led.standing_since is None
-    return not led.in_place and led.now < led.since + led.patience_s
+    if context.me.running_generation == context.generation.number:
+        return context.me.starting and context.standing_since is None
+    return not context.in_place and context.now < context.generation_seen_at + context.drain_patience_s
 
 
-def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
+def _wanted_join(context: LeaderContext) -> PlannedChange | Wait:
     """The join of newcomers, or a `Wait` if the run is full, still starting, or has just re-formed."""
-    spec, after_loss = led.spec, _is_after_loss(led)
+    spec, after_loss = context.spec, _is_after_loss(context)
     since = {
         entry.record.node: entry.ready_since
-        for entry in candidates(led.view)
-        if entry.ready_since is not None and (spec.join != "failure" or after_loss) and _has_more(led, entry)
+        for entry in candidates(context.view)
+        if entry.ready_since is not None
+        and (spec.join != "failure" or after_loss)
+        and _has_workers_to_let_in(context, entry)
     }
     # A node with a seat that has more workers ready brings no new node, so it needs no room.
-    room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
+    room = spec.max_nodes - len(context.seats) + sum(node in context.view.seats for node in since)
     if not since:
         return Wait("training")
     if room <= 0:
         return Wait(f"training; {counted(len(since), 'standby node')}")
-    if led.me.starting:
-        return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
+    if context.me.starting:
+        return Wait("the generation is starting", context.now + LOOK_AGAIN_S)
     ready = sorted(since.values())
     # Newcomers that arrive close together share one re-form. If they fill the run, there is nothing more to wait for.
     quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
-    paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" and not after_loss else 0.0)
-    if led.now < max(quiet, paid):
+    cost_s = JOIN_COST_FACTOR * context.me.pause_s if spec.join == "budget" and not after_loss else 0.0
+    paid = context.generation_seen_at + cost_s
+    if context.now < max(quiet, paid):
         return Wait(f"{list_names(since)} will join", max(quiet, paid))
-    return Reconfiguration("join", _arrival(led, since))
+    return PlannedChange("join", _join_cause(context, since))
 
 
-def _is_after_loss(led: LeaderContext) -> bool:
+def _is_after_loss(context: LeaderContext) -> bool:
     """Whether the last change was a loss that workers have lived through.
 
     Newcomers then come in by a handover after it, and not in the same generation.
     """
-    return led.generation.in_place and led.generation.kind in ("failure", "lost")
+    return context.generation.in_place and context.generation.kind in ("failure", "lost")
 
 
-def _arrival(led: LeaderContext, nodes: Iterable[str]) -> str:
+def _join_cause(context: LeaderContext, nodes: Iterable[str]) -> str:
     """The cause of a join, in words: new nodes, and new workers of nodes that take part already."""
-    members = led.view.members.values()
-    seated = {entry.record.node for entry in members if led.view.seat_of(entry.record) is not None}
+    members = context.view.members.values()
+    seated = {entry.record.node for entry in members if context.view.seat_of(entry.record) is not None}
     new, again = set(nodes) - seated, seated.intersection(nodes)
     parts = [f"{list_names(new)} joined"] if new else []
     parts += [f"a new worker of {list_names(again)} joined"] if again else []
     return ", ".join(parts)
 
 
-def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
+def _has_workers_to_let_in(context: LeaderContext, entry: Stored[Member]) -> bool:
     """Whether a member has workers that could be let in: it has no seat, or more workers ready than its seat has.
 
     A key that names an earlier generation does not count. Its agent has still to tell what became of those workers.
     """
-    if 0 < entry.record.generation < led.view.number:
+    if 0 < entry.record.generation < context.view.generation_number:
         return False
-    seat = led.view.seat_of(entry.record)
-    return seat is None or (led.in_place and entry.record.ready > seat.workers)
+    seat = context.view.seat_of(entry.record)
+    return seat is None or (context.in_place and entry.record.ready > seat.workers)

@@ -15,16 +15,16 @@ from itertools import count
 
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.records import Keys, R, decode
-from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
+from elasticrt.rendezvous.requests import CancelWatch, Conversation, Notice, Read, StartWatch, Transact
 from elasticrt.rendezvous.view import (
     View,
     apply,
+    apply_oldest_member,
     apply_range,
     apply_written,
-    awaited,
-    followed,
+    is_essential,
     wanted_reads,
-    with_oldest,
+    watched_ranges,
 )
 from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult, covers
 
@@ -54,14 +54,14 @@ class Replica:
         # The number of the watch of each range that is followed.
         self._watches: dict[str, int] = {}
         # The numbers of watches that have still to be cancelled.
-        self._ended: list[int] = []
+        self._dropped_watches: list[int] = []
         self._numbers = count(1)
         # Unreadable keys that have been reported already.
         self._warned: set[str] = set()
 
     def refresh(self) -> Conversation[None]:
         """Read everything that is followed, then whatever the view still lacks."""
-        for range_ in followed(self.view, self.keys):
+        for range_ in watched_ranges(self.view, self.keys):
             # `complete` reads any other range when it begins to follow it.
             if range_ in self._watches:
                 yield from self.fold_range(range_)
@@ -73,14 +73,14 @@ class Replica:
         Raises StoreError when a record of this run has been overwritten.
         """
         for _ in range(READS_MAX):
-            yield from self._follow()
+            yield from self._update_watches()
             wanted = wanted_reads(self.view, self.keys)
             if not wanted:
                 break
             for range_ in wanted:
-                if range_ == self.keys.members and not self.view.complete:
+                if range_ == self.keys.members and not self.view.members_complete:
                     found, now = yield from self.read(range_, limit=1, by_create=True)
-                    self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), now)
+                    self.view = apply_oldest_member(self.view, self.keys, next(iter(found.keys), None), now)
                 else:
                     found = yield from self.fold_range(range_)
                     if not found.keys and range_.startswith(self.keys.rosters):
@@ -94,7 +94,7 @@ class Replica:
             raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
         self._check_unreadable()
 
-    def absorb(self, notice: Notice, now: float) -> None:
+    def fold_notice(self, notice: Notice, now: float) -> None:
         """Fold one delivery of a watch. A delivery of a watch that has ended is dropped."""
         if self._watches.get(notice.range) != notice.watch:
             return
@@ -104,7 +104,7 @@ class Replica:
         else:
             # The watch is over. `complete` reads the range again, and begins another watch from there.
             self._note(f"reading {notice.range} again: {notice.item.reason}")
-            self._unfollow(notice.range)
+            self._drop_watch(notice.range)
 
     def write(self, txn: Txn, otherwise: Txn | None = None) -> Conversation[int]:
         """Carry out a transaction, and fold its writes to keys that are followed.
@@ -134,7 +134,7 @@ class Replica:
     def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Conversation[tuple[RangeRead, float]]:
         """Read a range. Returns the answer and its time.
 
-        A store that has lost what it had acknowledged is noticed here: the view is emptied and says so in `lost`.
+        A store that has lost what it had acknowledged is noticed here: the view is emptied and says so in `data_loss`.
         """
         found, now = yield Read(range_, limit, by_create)
         lost = ""
@@ -145,21 +145,21 @@ class Replica:
             lost = f"the store is at revision {found.revision} and was at {self._revision}"
         if lost:
             self._note(lost)
-            self.view = View(self.view.node, lost=lost if self.view.number else "")
+            self.view = View(self.view.node, data_loss=lost if self.view.generation_number else "")
             # Without their watches all ranges are read anew.
             for watched in list(self._watches):
-                self._unfollow(watched)
+                self._drop_watch(watched)
         self._store_id, self._revision = found.store_id, found.revision
         return found, now
 
-    def look_up(self, key: str) -> Conversation[KeyValue | None]:
+    def read_key(self, key: str) -> Conversation[KeyValue | None]:
         """Read one key, without folding it into the view."""
         found, _ = yield from self.read(key)
         return found.get(key)
 
-    def record(self, kind: type[R], key: str) -> Conversation[tuple[R, int] | None]:
+    def read_record(self, kind: type[R], key: str) -> Conversation[tuple[R, int] | None]:
         """Read one record of a `kind`, without folding it into the view. Returns the record and its mod revision."""
-        found = yield from self.look_up(key)
+        found = yield from self.read_key(key)
         return None if found is None else (decode(kind, key, found.value), found.mod_revision)
 
     def fold_range(self, range_: str) -> Conversation[RangeRead]:
@@ -168,29 +168,32 @@ class Replica:
         self.view = apply_range(self.view, self.keys, range_, found, now)
         return found
 
-    def _follow(self) -> Conversation[None]:
+    def _update_watches(self) -> Conversation[None]:
         """Begin and end watches as the view asks for."""
-        ranges = followed(self.view, self.keys)
+        ranges = watched_ranges(self.view, self.keys)
         for range_ in [known for known in self._watches if known not in ranges]:
-            self._unfollow(range_)
+            self._drop_watch(range_)
             if range_ == self.keys.members:
-                self.view = replace(self.view, complete=False)
-        while self._ended:
-            yield Unfollow(self._ended.pop())
+                self.view = replace(self.view, members_complete=False)
+        while self._dropped_watches:
+            yield CancelWatch(self._dropped_watches.pop())
         for range_ in ranges:
             if range_ not in self._watches:
                 found = yield from self.fold_range(range_)
                 number = next(self._numbers)
-                yield Follow(number, range_, found.revision + 1)
+                yield StartWatch(number, range_, found.revision + 1)
                 self._watches[range_] = number
 
-    def _unfollow(self, range_: str) -> None:
-        """Drop what the watch of a range delivers from now on. `_follow` cancels it before the next watch begins."""
-        self._ended.append(self._watches.pop(range_))
+    def _drop_watch(self, range_: str) -> None:
+        """Drop what the watch of a range delivers from now on.
+
+        `_update_watches` cancels it before the next watch begins.
+        """
+        self._dropped_watches.append(self._watches.pop(range_))
 
     def _check_unreadable(self) -> None:
         """Ignore foreign keys, and say so once. Raises StoreError if one is where a record of this run belongs."""
-        ruined = [key for key in self.view.unreadable if awaited(self.view, self.keys, key)]
+        ruined = [key for key in self.view.unreadable if is_essential(self.view, self.keys, key)]
         if ruined:
             raise StoreError(
                 "this run's own record in etcd has been overwritten",

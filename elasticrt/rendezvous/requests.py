@@ -37,7 +37,7 @@ class Transact:
 
 
 @dataclass(frozen=True)
-class Follow:
+class StartWatch:
     """Watch a range from a revision on. Its deliveries come as `Notice`s with this `number`."""
 
     number: int
@@ -46,7 +46,7 @@ class Follow:
 
 
 @dataclass(frozen=True)
-class Unfollow:
+class CancelWatch:
     """End a watch."""
 
     number: int
@@ -58,7 +58,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class AskOwner:
+class ProbeOwner:
     """Ask the agent of a member key whether it lives. The answer is "alive", "dead" or "silent"."""
 
     member: Member
@@ -71,13 +71,13 @@ class Pause:
     seconds: float
 
 
-Request = Read | Transact | Follow | Unfollow | Grant | AskOwner | Pause
+Request = Read | Transact | StartWatch | CancelWatch | Grant | ProbeOwner | Pause
 Conversation = Generator[Request, tuple[Any, float], T]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One delivery of a watch: `watch` is the number in its `Follow`."""
+    """One delivery of a watch: `watch` is the number in its `StartWatch`."""
 
     watch: int
     range: str

@@ -38,7 +38,7 @@ ABSENT_MAX = 64
 not compared."""
 
 
-def mod(seen: Stored[Any] | KeyValue | None) -> int:
+def mod_revision_of(seen: Stored[Any] | KeyValue | None) -> int:
     """The mod revision of a key as the writer has seen it; 0 for an absent key, as etcd has it in compares."""
     return seen.mod_revision if seen is not None else 0
 
@@ -53,18 +53,18 @@ def _absent(key: str) -> Compare:
     return Compare(key, "create", 0)
 
 
-def _current(keys: Keys, generation: bytes) -> Compare:
+def _generation_unchanged(keys: Keys, generation_value: bytes) -> Compare:
     """`generation` is still the value of the generation's key; with an empty value there is no generation yet."""
-    return Compare(keys.generation, "value", generation) if generation else _absent(keys.generation)
+    return Compare(keys.generation, "value", generation_value) if generation_value else _absent(keys.generation)
 
 
-def _alive(keys: Keys, view: View) -> Compare:
+def _own_key_kept(keys: Keys, view: View) -> Compare:
     """The writer's own member key still is the one that it created: the writer is not fenced, its lease lives."""
     mine = view.members.get(view.node)
     return Compare(keys.member(view.node), "create", mine.create_revision if mine else 0)
 
 
-def _own(keys: Keys, view: View) -> Compare:
+def _own_lease_kept(keys: Keys, view: View) -> Compare:
     """The writer's own member key is bound to the writer's lease.
 
     Before the first generation there is no nonce to compare. Then only the lease tells a key from one with the same
@@ -75,7 +75,7 @@ def _own(keys: Keys, view: View) -> Compare:
 
 
 def register(
-    keys: Keys, member: Member, lease: int, spec: SpecRecord | None = None, *, generation: bytes, seen_mod: int
+    keys: Keys, member: Member, lease: int, spec: SpecRecord | None = None, *, generation_value: bytes, seen_mod: int
 ) -> Txn:
     """Enter a run whose spec is as it was read, under a name that no member has.
 
@@ -84,13 +84,13 @@ def register(
         member: the record to store.
         lease: the lease to bind the key to.
         spec: if given, it is stored as well: the run begins with it. Its attempt must not have ended.
-        generation: the value of the generation's key as it was read.
+        generation_value: the value of the generation's key as it was read.
         seen_mod: the mod revision of the spec as it was read.
     """
     own = Put(keys.member(member.node), member.encode(), lease)
     compares = (
         _unchanged(keys.spec, seen_mod),
-        _current(keys, generation),
+        _generation_unchanged(keys, generation_value),
         _absent(keys.member(member.node)),
     )
     if spec is None:
@@ -104,7 +104,7 @@ def announce(keys: Keys, view: View, member: Member, lease: int) -> Txn:
     # Only the creation of the key is compared, so this may overwrite an operator's request to drain that the member has
     # not seen yet. `elasticrt drain` asks again until the node has left.
     return Txn(
-        compares=(_alive(keys, view),),
+        compares=(_own_key_kept(keys, view),),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
         why=f"{member.node} announces its state",
     )
@@ -131,7 +131,7 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
     )
 
 
-def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
+def write_report(keys: Keys, view: View, report: Report, before: int) -> Txn:
     """Store a report about the current generation. Its truth does not depend on the member key, which is not compared.
 
     `before` is the mod revision of this node's last report, 0 for none. It keeps a report whose answer was lost from
@@ -139,7 +139,7 @@ def file(keys: Keys, view: View, report: Report, before: int) -> Txn:
     """
     key = keys.report(report.generation, report.node)
     return Txn(
-        compares=(_current(keys, view.fence), _unchanged(key, before)),
+        compares=(_generation_unchanged(keys, view.generation_value), _unchanged(key, before)),
         operations=(Put(key, report.encode()),),
         why=f"{report.node} reports {report.status} in generation {report.generation}",
     )
@@ -149,14 +149,14 @@ def leave(keys: Keys, view: View, report: Report | None) -> Txn:
     """Delete the writer's own key. With `report` (a seated member's "left") the other nodes need not probe it."""
     # Without a report nothing but the own key is compared: a node must be able to leave while the generation changes.
     operations: tuple[Put | Delete, ...] = (Delete(keys.member(view.node)),)
-    compares: tuple[Compare, ...] = (_alive(keys, view),)
+    compares: tuple[Compare, ...] = (_own_key_kept(keys, view),)
     if report is not None:
         operations = (Put(keys.report(report.generation, view.node), report.encode()), *operations)
-        compares = (*compares, _current(keys, view.fence))
+        compares = (*compares, _generation_unchanged(keys, view.generation_value))
     return Txn(compares, operations, why=f"{view.node} leaves")
 
 
-def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
+def write_roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
     """Write a roster ahead of its generation, under a new nonce. No member reads it before the generation names it."""
     puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
     parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
@@ -181,11 +181,11 @@ def publish(
             cleanup = (Delete(keys.roster(before.nonce)), *cleanup)
     return Txn(
         compares=(
-            _unchanged(keys.spec, mod(view.spec)),
-            _current(keys, view.fence),
-            _unchanged(keys.checkpoint, mod(view.head)),
-            _alive(keys, view),
-            _own(keys, view),
+            _unchanged(keys.spec, mod_revision_of(view.spec)),
+            _generation_unchanged(keys, view.generation_value),
+            _unchanged(keys.checkpoint, mod_revision_of(view.head)),
+            _own_key_kept(keys, view),
+            _own_lease_kept(keys, view),
             _absent(keys.result(generation.attempt)),
             *(_absent(keys.member(node)) for node in absent[:ABSENT_MAX]),
         ),
@@ -194,13 +194,13 @@ def publish(
     )
 
 
-def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
+def write_handover(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
     """Write the handover record of the current generation, for the first round or, over it, for the second."""
     return Txn(
         compares=(
-            _current(keys, view.fence),
-            _unchanged(keys.handover, mod(view.handover)),
-            _alive(keys, view),
+            _generation_unchanged(keys, view.generation_value),
+            _unchanged(keys.handover, mod_revision_of(view.handover)),
+            _own_key_kept(keys, view),
         ),
         operations=(Put(keys.handover, handover.encode()),),
         why=f"handover of generation {handover.generation}: "
@@ -208,11 +208,11 @@ def ask(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
     )
 
 
-def withdraw(keys: Keys, view: View) -> Txn:
+def withdraw_handover(keys: Keys, view: View) -> Txn:
     """Give a handover up, if its record is as the leader has seen it."""
     # "Go" changes the record, so a withdrawal that comes too late fails.
     return Txn(
-        compares=(_unchanged(keys.handover, mod(view.handover)), _alive(keys, view)),
+        compares=(_unchanged(keys.handover, mod_revision_of(view.handover)), _own_key_kept(keys, view)),
         operations=(Delete(keys.handover),),
         why="the handover is given up",
     )
@@ -223,11 +223,11 @@ def discard_roster(keys: Keys, nonce: str) -> Txn:
     return Txn((), (Delete(keys.roster(nonce)),), why="discard an unused roster")
 
 
-def evict(keys: Keys, generation: bytes, node: str, seen_mod: int) -> Txn:
+def fence(keys: Keys, generation_value: bytes, node: str, seen_mod: int) -> Txn:
     """Fence a member, if its key is as it was before the probe and the generation is still the same."""
     key = keys.member(node)
     return Txn(
-        compares=(_unchanged(key, seen_mod), _current(keys, generation)),
+        compares=(_unchanged(key, seen_mod), _generation_unchanged(keys, generation_value)),
         operations=(Delete(key),),
         why=f"{node} is fenced",
     )
@@ -239,9 +239,9 @@ def finish(keys: Keys, view: View, result: Result) -> Txn:
     return Txn(
         compares=(
             _absent(keys.result(result.attempt)),
-            _unchanged(keys.spec, mod(view.spec)),
-            _current(keys, view.fence),
-            _alive(keys, view),
+            _unchanged(keys.spec, mod_revision_of(view.spec)),
+            _generation_unchanged(keys, view.generation_value),
+            _own_key_kept(keys, view),
         ),
         operations=(
             Put(keys.result(result.attempt), result.encode()),
@@ -254,12 +254,14 @@ def finish(keys: Keys, view: View, result: Result) -> Txn:
     )
 
 
-def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Commit, *, beside: bool = False) -> Txn:
+def commit(
+    keys: Keys, generation_value: bytes, head_mod: int, attempt: int, head: Commit, *, beside: bool = False
+) -> Txn:
     """Make a checkpoint the head, if its generation is current and the head before it is the one that its writer knew.
 
     Args:
         keys: the names of the run's keys.
-        generation: the value of the generation's key as the writer knows it.
+        generation_value: the value of the generation's key as the writer knows it.
         head_mod: the mod revision of the head that the writer knew; with `beside`, of the directory's head.
         attempt: the attempt that the generation belongs to; it must not have ended.
         head: the checkpoint. It becomes the head of its directory as well, if the run has several.
@@ -268,26 +270,32 @@ def commit(keys: Keys, generation: bytes, head_mod: int, attempt: int, head: Com
     changed = keys.place(head.place) if beside else keys.checkpoint
     heads = {changed, keys.place(head.place)} if head.place else {changed}
     return Txn(
-        compares=(_current(keys, generation), _unchanged(changed, head_mod), _absent(keys.result(attempt))),
+        compares=(
+            _generation_unchanged(keys, generation_value),
+            _unchanged(changed, head_mod),
+            _absent(keys.result(attempt)),
+        ),
         operations=tuple(Put(key, head.to_json().encode()) for key in sorted(heads)),
         why=f"commit step {head.step} of generation {head.generation}",
     )
 
 
-def claim(keys: Keys, name: str, record: Preparation, *, generation: bytes, seen_mod: int, lease: int) -> Txn:
+def claim_preparation(
+    keys: Keys, name: str, record: Preparation, *, generation_value: bytes, seen_mod: int, lease: int
+) -> Txn:
     """Become the builder of a shared data preparation, if its record is as it was read.
 
     The record lives on the builder's `lease`, so that a builder that dies leaves the preparation free.
     """
     key = keys.preparation(name)
     return Txn(
-        compares=(_unchanged(key, seen_mod), _current(keys, generation)),
+        compares=(_unchanged(key, seen_mod), _generation_unchanged(keys, generation_value)),
         operations=(Put(key, record.encode(), lease),),
         why=f"{record.node} builds",
     )
 
 
-def settle(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
+def end_preparation(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
     """End a preparation as "done" or "failed". Only its builder can, and only while its claim stands."""
     key = keys.preparation(name)
     # The revision of the claim is proof enough: if the builder's lease had ended, the claim would be gone.

@@ -21,7 +21,7 @@ from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
-from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import Generation, Report, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.spec import RunSpec
@@ -76,7 +76,7 @@ class Participant(Side):
         self._ports.bind(address)
         self.loop = EventLoop(run_id, self, edges)
         self._probes = edges.probe_server(
-            self.loop.prober, address, run_id, lambda: (self._record.incarnation, self.member.me.started)
+            self.loop.prober, address, run_id, lambda: (self._record.incarnation, self.member.me.started_generation)
         )
         record = MemberRecord(
             node=node,
@@ -117,7 +117,7 @@ class Participant(Side):
         Raises RendezvousTimeoutError, DuplicateError, StoreError.
         """
         too_late = RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
-        how = Joining(timeout_s, min(timeout_s, ETCD_WAIT_S), again=True, named=True, too_late=too_late)
+        how = JoinOptions(timeout_s, min(timeout_s, ETCD_WAIT_S), again=True, named=True, too_late=too_late)
         self.loop.driver.run(self.member.join(how))
         self._thread = threading.Thread(target=self._work, name="elasticrt-participant", daemon=True)
         self._thread.start()
@@ -214,7 +214,9 @@ class Participant(Side):
         if listen is not None:
             self._ports.bind(self._ports.address)
         record = self._record.model_copy(update={"seen": max(self._record.seen, number)})
-        self._update(record=record, started=number, report=None, failed_at=None, holding=0, going=0)
+        self._update(
+            record=record, started_generation=number, report=None, failed_at=None, hold_revision=0, leave_after_step=0
+        )
         with self._changed:
             self._turn, self._is_left_out = Turn(generation, seat, listen), False
             self._changed.notify_all()
@@ -237,11 +239,11 @@ class Participant(Side):
         """
         match decision:
             case Hold(handover=handover):
-                self._update(holding=handover, report=self._report("holding", handover=handover))
+                self._update(hold_revision=handover, report=self._report("holding", handover=handover))
             case Go(step=step):
-                self._update(going=step)
+                self._update(leave_after_step=step)
             case ReleaseHold():
-                self._update(holding=0, going=0, report=None)
+                self._update(hold_revision=0, leave_after_step=0, report=None)
 
     def drain(self, reason: str) -> None:
         """See `Side`."""
@@ -263,7 +265,7 @@ class Participant(Side):
         self._set_running_generation(0)
         if self._is_left_out:
             self.member.begin_life()
-        if self._is_left_out or generation == 0 or generation != self.member.me.started:
+        if self._is_left_out or generation == 0 or generation != self.member.me.started_generation:
             return
         summary = f"workers on {self._record.node} ended or could not start"
         failure = Failure(rank=0, code=1, collateral=False, summary=summary)
@@ -278,15 +280,15 @@ class Participant(Side):
                 self.loop.driver.run(self.member.carry_out(finish))
             except StoreError as error:
                 log.warning("the run could not be closed: %s", error)
-        self._update(leaving="told to leave")
+        self._update(leave_reason="told to leave")
 
     def _set_running_generation(self, generation: int) -> None:
         """Note the generation whose workers run here, 0 for none."""
-        self._update(running=generation, record=self._record.model_copy(update={"generation": generation}))
+        self._update(running_generation=generation, record=self._record.model_copy(update={"generation": generation}))
 
     def _report(self, status: Any, **more: Any) -> Report:
         where: dict[str, Any] = {"node": self._record.node, "incarnation": self._record.incarnation}
-        return Report(generation=self.member.me.started, status=status, **where, **more)
+        return Report(generation=self.member.me.started_generation, status=status, **where, **more)
 
     def _end(self, decision: End | Leave | Halt) -> None:
         self._say_goodbye(left=isinstance(decision, Leave))

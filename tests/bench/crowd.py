@@ -30,8 +30,8 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import Answer
 from elasticrt.liveness.prober import Prober
-from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
-from elasticrt.rendezvous.member import Joining, Member, Probed
+from elasticrt.rendezvous.decision import Announce, Fence, Finish, Me, Probe, Publish, Register, Run, Wait, WriteReport
+from elasticrt.rendezvous.member import JoinOptions, Member, ProbeResult
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.records import Report, Seat
 from elasticrt.rendezvous.requests import Notice
@@ -115,30 +115,32 @@ class VirtualAgent:
         self.lost = self.pausing = False
 
     def _answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        self._crowd.queue.put((self, Probed(seat.incarnation, Verdict(answer, asked_at))))
+        self._crowd.queue.put((self, ProbeResult(seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
         """Become a member; when its key was there and its first view read."""
-        how = Joining(600.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
+        how = JoinOptions(600.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
         self.driver.run(self.member.join(how))
         return time.monotonic()
 
     def fold(self, event: Any) -> None:
         """As `EventLoop.handle`."""
         match event:
-            case Notice() | Probed():
+            case Notice() | ProbeResult():
                 self.member.handle(event, time.monotonic())
             case "fail":
                 failure = Failure(rank=0, code=1, collateral=True, summary="the connection was reset")
                 record = self.member.me.record
                 report = Report(
-                    generation=self.member.me.started,
+                    generation=self.member.me.started_generation,
                     node=record.node,
                     incarnation=record.incarnation,
                     status="failed",
                     failure=failure,
                 )
-                self.member.me = replace(self.member.me, report=report, failed_at=time.monotonic(), running=0)
+                self.member.me = replace(
+                    self.member.me, report=report, failed_at=time.monotonic(), running_generation=0
+                )
 
     def live(self) -> float | None:
         """As `EventLoop.take_part`, until there is nothing to do; until when.
@@ -158,9 +160,9 @@ class VirtualAgent:
                     self.member.me = replace(
                         self.member.me,
                         record=record,
-                        known=number,
-                        started=number,
-                        running=number,
+                        highest_generation=number,
+                        started_generation=number,
+                        running_generation=number,
                         report=None,
                         failed_at=None,
                     )
@@ -171,7 +173,7 @@ class VirtualAgent:
                     self._prober = self._prober or Prober(self._answered)
                     self._prober.ask(seats)
                     return time.monotonic() + 2.0
-                case Register() | Announce() | File() | Fence() | Publish():
+                case Register() | Announce() | WriteReport() | Fence() | Publish():
                     self.driver.run(self.member.carry_out(decision))
                 case Finish():
                     raise SystemExit(f"the run ended: {decision.reason}")

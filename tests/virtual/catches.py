@@ -243,60 +243,78 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "the state of one that is behind is shared": ("S18", "a rank is ahead when another dies"),
     "those that are level are not told from those behind": ("S19", "a rank is ahead when another dies"),
     "register without _unchanged(keys.spec, seen_mod)": ("S3", "two begin a run with other options"),
-    "register without _current(keys, generation)": ("S3", "a node with other options comes while others come back"),
+    "register without _generation_unchanged(keys, generation_value)": (
+        "S3",
+        "a node with other options comes while others come back",
+    ),
     "register without _absent(keys.member(member.node))": ("S3", "a former life of other options arrives late"),
     "register without _absent(keys.result(spec.attempt))": ("S12", "a node with other options comes as the run ends"),
-    "announce without _alive(keys, view)": ("S3", "news of a former life arrive late"),
+    "announce without _own_key_kept(keys, view)": ("S3", "news of a former life arrive late"),
     "drain without _unchanged(member.key, member.mod_revision)": (
         "S3",
         "a node that is asked to drain has been started anew",
     ),
     "resize without _unchanged(keys.spec, seen_mod)": ("S3", "two resize a run at once"),
     "resize without _absent(keys.result(spec.attempt))": ("S12", "a run is resized as it ends"),
-    "file without _current(keys, view.fence)": ("S13", "a report comes after its generation"),
-    "leave without _alive(keys, view)": ("S3", "the farewell of a former life arrives late"),
-    "leave without _current(keys, view.fence)": ("S13", "a farewell meets the next generation"),
-    "publish without _unchanged(keys.spec, mod(view.spec))": ("S3", "a run is resized while a generation is published"),
-    "publish without _current(keys, view.fence)": ("S1", 57),
-    "publish without _unchanged(keys.checkpoint, mod(view.head))": (
+    "write_report without _generation_unchanged(keys, view.generation_value)": (
+        "S13",
+        "a report comes after its generation",
+    ),
+    "leave without _own_key_kept(keys, view)": ("S3", "the farewell of a former life arrives late"),
+    "leave without _generation_unchanged(keys, view.generation_value)": ("S13", "a farewell meets the next generation"),
+    "publish without _unchanged(keys.spec, mod_revision_of(view.spec))": (
+        "S3",
+        "a run is resized while a generation is published",
+    ),
+    "publish without _generation_unchanged(keys, view.generation_value)": ("S1", 57),
+    "publish without _unchanged(keys.checkpoint, mod_revision_of(view.head))": (
         "S6",
         "a commit is accepted while the next generation is published",
     ),
-    "publish without _alive(keys, view)": ("S1", "a former leader has its key again when what it published arrives"),
-    "publish without _own(keys, view)": ("S1", 1397513),
+    "publish without _own_key_kept(keys, view)": (
+        "S1",
+        "a former leader has its key again when what it published arrives",
+    ),
+    "publish without _own_lease_kept(keys, view)": ("S1", 1397513),
     "publish without _absent(keys.result(generation.attempt))": ("S1", "the next leader does not know the result"),
     "publish without _absent(keys.member(node))": (
         "L7",
         "a node without a key registers again at the last moment, and the leader's watch is late",
     ),
-    "ask without _current(keys, view.fence)": ("S1", "asking to hold meets the next generation"),
-    "ask without _unchanged(keys.handover, mod(view.handover))": (
+    "write_handover without _generation_unchanged(keys, view.generation_value)": (
+        "S1",
+        "asking to hold meets the next generation",
+    ),
+    "write_handover without _unchanged(keys.handover, mod_revision_of(view.handover))": (
         "S5",
         "asking to hold comes after all were told to go",
     ),
-    "ask without _alive(keys, view)": ("S1", "a former leader asks to hold"),
-    "withdraw without _unchanged(keys.handover, mod(view.handover))": (
+    "write_handover without _own_key_kept(keys, view)": ("S1", "a former leader asks to hold"),
+    "withdraw_handover without _unchanged(keys.handover, mod_revision_of(view.handover))": (
         "S5",
         "giving up comes after all were told to go",
     ),
-    "withdraw without _alive(keys, view)": ("S1", "a former leader gives a handover up"),
-    "evict without _unchanged(key, seen_mod)": ("S3", "a node that is fenced has been started anew"),
-    "evict without _current(keys, generation)": ("S1", "a fence meets the next generation"),
+    "withdraw_handover without _own_key_kept(keys, view)": ("S1", "a former leader gives a handover up"),
+    "fence without _unchanged(key, seen_mod)": ("S3", "a node that is fenced has been started anew"),
+    "fence without _generation_unchanged(keys, generation_value)": ("S1", "a fence meets the next generation"),
     "finish without _absent(keys.result(result.attempt))": ("S12", "a result arrives twice"),
-    "finish without _unchanged(keys.spec, mod(view.spec))": ("L3", "a run is resized while it is given up"),
-    "finish without _current(keys, view.fence)": ("S12", "a result meets the next generation"),
-    "finish without _alive(keys, view)": ("S12", "a former leader ends the run"),
-    "commit without _current(keys, generation)": ("S2", "a commit meets the next generation"),
+    "finish without _unchanged(keys.spec, mod_revision_of(view.spec))": ("L3", "a run is resized while it is given up"),
+    "finish without _generation_unchanged(keys, view.generation_value)": ("S12", "a result meets the next generation"),
+    "finish without _own_key_kept(keys, view)": ("S12", "a former leader ends the run"),
+    "commit without _generation_unchanged(keys, generation_value)": ("S2", "a commit meets the next generation"),
     "commit without _unchanged(changed, head_mod)": ("S2", "a commit arrives twice"),
     "commit without _absent(keys.result(attempt))": ("S2", "a commit meets the result"),
-    "claim without _unchanged(key, seen_mod)": ("S9", "two claim in the same moment"),
-    "claim without _current(keys, generation)": ("S9", "a claim meets the next generation"),
-    "settle without _unchanged(key, claimed_mod)": ("S9", "a builder stops before it says that it is done"),
+    "claim_preparation without _unchanged(key, seen_mod)": ("S9", "two claim in the same moment"),
+    "claim_preparation without _generation_unchanged(keys, generation_value)": (
+        "S9",
+        "a claim meets the next generation",
+    ),
+    "end_preparation without _unchanged(key, claimed_mod)": ("S9", "a builder stops before it says that it is done"),
     "decide without: view.result is not None": ("L8", "a node is killed"),
-    "decide without: me.leaving": ("L2", "a node leaves, and its machine goes off"),
-    "decide without: me.record.draining and _may_leave(me, view)": ("L2", "a node drains, and nothing is lost"),
-    "decide without: view.number < me.known": ("S1", "the generation is deleted"),
-    "decide without: view.lost": ("L1", "etcd comes back from a copy"),
+    "decide without: me.leave_reason": ("L2", "a node leaves, and its machine goes off"),
+    "decide without: me.record.draining and _can_leave(me, view)": ("L2", "a node drains, and nothing is lost"),
+    "decide without: view.generation_number < me.highest_generation": ("S1", "the generation is deleted"),
+    "decide without: view.data_loss": ("L1", "etcd comes back from a copy"),
     "decide without: view.spec.record.attempt != me.attempt": (
         "S3",
         "a member of the first attempt wakes in the second",
@@ -307,25 +325,25 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a run is resized while a generation is published",
     ),
     "decide without: not view.roster_known": ("S3", "a member knows of a generation, and not its seats"),
-    "decide without: moved is not None": ("L1", "the leader is silent"),
+    "decide without: seat_change is not None": ("L1", "the leader is silent"),
     "decide without: me.lease == 'suspended'": ("S16", "a member knows that it is in the past, and not its seat"),
-    "decide without: me.lease == 'lost' or mine is None or (not registered)": (
+    "decide without: me.lease == 'lost' or own_key is None or (not registered)": (
         "S3",
         "the farewell of a former life does not arrive",
     ),
-    "decide without: mine.record.draining and (not me.record.draining)": ("L2", "a node is asked to drain"),
-    "decide without: me.report is not None and me.report != me.filed and (me.report.generation == vie": (
+    "decide without: own_key.record.draining and (not me.record.draining)": ("L2", "a node is asked to drain"),
+    "decide without: me.report is not None and me.report != me.stored_report and (me.report.generatio": (
         "L4",
         "the leader is silent",
     ),
-    "decide without: mine.record != me.record": ("L1", "a node is killed"),
-    "decide without: step is not None": ("L4", "a node joins, and nothing is lost"),
+    "decide without: own_key.record != me.record": ("L1", "a node is killed"),
+    "decide without: handover_part is not None": ("L4", "a node joins, and nothing is lost"),
     "_take_seat without: seat is not None": ("L1", "the leader is silent"),
-    "_take_seat without: 0 < max(me.running, me.seated) < generation.number and (not waits)": (
+    "_take_seat without: 0 < max(me.running_generation, me.seated_generation) < generation.number and (no": (
         "S3",
         "a member comes back when it has been left out",
     ),
-    "_without_etcd without: me.lease == 'suspended' and 0 < me.running < me.heard": (
+    "_wait_for_etcd without: me.lease == 'suspended' and 0 < me.running_generation < me.heard_generation": (
         "S16",
         "a member knows that it is in the past, and not its seat",
     ),
@@ -334,38 +352,44 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
     ),
     "_follow without: verdict is not None and verdict.kind == 'dead'": ("L1", "the leader is killed"),
-    "_follow without: verdict is None or verdict.asked_at < since or (verdict.kind == 'silent' and ret": (
+    "_follow without: verdict is None or verdict.asked_at < since or (verdict.kind == 'silent' and has": (
         "L1",
         "the leader is killed by a former leader",
     ),
     "_follow without: verdict.kind == 'silent'": ("L1", "the leader is silent"),
-    "_without_leader without: unasked": ("L1", "the leader is silent"),
-    "_without_leader without: heard_at > verdict.asked_at + AT_ONCE_S": (
+    "_judge_silent_leader without: unasked": ("L1", "the leader is silent"),
+    "_judge_silent_leader without: answered_at > verdict.asked_at + SIMULTANEOUS_S": (
         "L6",
         "a member that hears nobody asks the leader, and the others when that is over",
     ),
-    "_without_leader without: 2 * silent < 1 + len(known)": ("L1", "the leader is silent"),
-    "_lead without: led.seats and all((led.said(seat, 'ok') for seat in led.seats))": ("L1", "a node is killed"),
+    "_judge_silent_leader without: 2 * silent < 1 + len(known)": ("L1", "the leader is silent"),
+    "_lead without: context.seats and all((context.has_reported(seat, 'ok') for seat in context.seat": (
+        "L1",
+        "a node is killed",
+    ),
     "_lead without: failure is not None and failure.final_code": ("S13", "a failure that no restart can cure"),
-    "_lead without: last is not None and _has_saved(led)": (
+    "_lead without: last is not None and _has_saved(context)": (
         "L8",
         "the restarts are spent, and those that live save first",
     ),
     "_lead without: suspected": ("L1", "a node is killed"),
     "_lead without: unprobed": ("L1", "a node is out of its peers' reach"),
     "_lead without: unsure is not None": ("L1", "a node is killed"),
-    "_lead without: lost or not led.seats": ("L1", "a node leaves, and its machine goes off"),
+    "_lead without: lost or not context.seats": ("L1", "a node leaves, and its machine goes off"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
     "_lead without: last is not None": ("L6", "the restarts are spent, and those that live save first"),
-    "_asking_again without: led.now >= again and isinstance(decision, Wait | Publish)": ("L8", "the leader is silent"),
-    "_start without: led.now < settled": ("L6", "all nodes are lost, and others come"),
-    "_after_loss without: led.generation.last is not None": (
+    "_probe_unreachable_again without: context.now >= probe_at and isinstance(decision, Wait | Publish)": (
+        "L8",
+        "the leader is silent",
+    ),
+    "_start_anew without: context.now < settled": ("L6", "all nodes are lost, and others come"),
+    "_after_loss without: context.generation.last is not None": (
         "L6",
         "the run ends, and the leader is lost while they save",
     ),
-    "_after_loss without: len(lost) == len(led.seats)": ("L6", "all nodes are lost, and others come"),
+    "_after_loss without: len(lost) == len(context.seats)": ("L6", "all nodes are lost, and others come"),
     "_after_failure without: last is not None": ("L6", "the run ends, and rank 0 is lost while they save"),
-    "_after_failure without: first.early and first.early == led.generation.restarts.early and (not led.gets_f": (
+    "_after_failure without: failure.early and failure.early == context.generation.restarts.early and (not co": (
         "S13",
         "the same failure before the first step, twice",
     ),
@@ -373,20 +397,20 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S13",
         "the budget is spent",
     ),
-    "_save_first without: not go_on(led.view, left)": ("S13", "the budget is spent"),
-    "_has_saved without: led.now >= led.since + LEAVE_S_MAX or all((led.said(seat, 'held') for seat in le": (
+    "_save_then_end without: not any_has_state(context.view, members)": ("S13", "the budget is spent"),
+    "_has_saved without: context.now >= context.generation_seen_at + LEAVE_S_MAX or all((context.has_repo": (
         "L8",
         "the restarts are spent, and those that live save first",
     ),
-    "_suspected without: led.view.handover is not None and seat in led.to_answer": (
+    "_is_suspected without: context.view.handover is not None and seat in context.awaited_seats": (
         "L1",
         "a node is killed when all were told to go for a newcomer, and the leader has no seat to notice it",
     ),
-    "_suspected without: key is not None and led.isolated": (
+    "_is_suspected without: key is not None and context.isolated": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
-    "_suspected without: evidence and verdict is not None and (verdict.kind == 'silent')": (
+    "_is_suspected without: evidence and verdict is not None and (verdict.kind == 'silent')": (
         "L7",
         "a leader hears nobody, and then one again that has lost its key meanwhile",
     ),
@@ -394,76 +418,94 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is killed",
     ),
-    "_fence_or_wait without: silent and (led.failed_since is not None or led.standing_since is not None)": (
+    "_fence_or_wait without: silent and (context.failed_since is not None or context.standing_since is not No": (
         "L1",
         "a node is out of its peers' reach",
     ),
-    "_fence_or_wait without: not led.isolated": ("L1", "a node is out of its peers' reach"),
-    "_fence_or_wait without: led.now >= ask_again > verdict.asked_at": (
+    "_fence_or_wait without: not context.isolated": ("L1", "a node is out of its peers' reach"),
+    "_fence_or_wait without: context.now >= ask_again > verdict.asked_at": (
         "L6",
         "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
     ),
     "_fence_or_wait without: keyless": ("L7", "a member without a key is waited for"),
-    "_lost_at without: led.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
-    "_lost_at without: led.key_of(seat) is not None": ("L7", "a former leader publishes"),
+    "_lost_at without: context.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
+    "_lost_at without: context.key_of(seat) is not None": ("L7", "a former leader publishes"),
     "_lost_at without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
-    "_lost_at without: verdict.kind == 'dead' or len(led.seats) == 2 or (not led.isolated)": ("L1", "a node is killed"),
-    "handing_over without: me.holding != asked.create_revision": ("L4", "a node joins, and nothing is lost"),
-    "handing_over without: asked.record.step and me.going != asked.record.step": (
+    "_lost_at without: verdict.kind == 'dead' or len(context.seats) == 2 or (not context.isolated)": (
+        "L1",
+        "a node is killed",
+    ),
+    "take_part_in_handover without: me.hold_revision != handover.create_revision": (
+        "L4",
+        "a node joins, and nothing is lost",
+    ),
+    "take_part_in_handover without: handover.record.step and me.leave_after_step != handover.record.step": (
         "S10",
         "a node joins, and nothing is lost",
     ),
-    "planned without: led.generation.waits": ("L1", "too few are left, and wait with their state for one that sets up"),
-    "planned without: asked is not None and (not asked.record.step)": ("L6", "a newcomer goes again"),
-    "planned without: not asked.record.step": ("S10", "a newcomer comes while the last workers leave"),
-    "planned without: missing and led.now < until": ("S10", "a newcomer comes while the last workers leave"),
-    "planned without: missing": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
-    "planned without: wish.save and (not asked.record.save)": (
+    "lead_planned_change without: context.generation.waits": (
+        "L1",
+        "too few are left, and wait with their state for one that sets up",
+    ),
+    "lead_planned_change without: handover is not None and (not handover.record.step)": ("L6", "a newcomer goes again"),
+    "lead_planned_change without: not handover.record.step": ("S10", "a newcomer comes while the last workers leave"),
+    "lead_planned_change without: missing and context.now < until": (
+        "S10",
+        "a newcomer comes while the last workers leave",
+    ),
+    "lead_planned_change without: missing": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
+    "lead_planned_change without: change.save and (not handover.record.save)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
     ),
-    "_given_up without: led.leaving and go_on(led.view, members)": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
-    "_after_waiting without: led.leaving and missing and (led.now < until)": (
+    "_replace_without_step without: context.draining_seats and any_has_state(context.view, members)": (
         "S10",
         "of 2 nodes n0 leaves while n1 hangs",
     ),
-    "_after_waiting without: short is not None": (
+    "_after_waiting without: context.draining_seats and missing and (context.now < until)": (
+        "S10",
+        "of 2 nodes n0 leaves while n1 hangs",
+    ),
+    "_after_waiting without: too_few is not None": (
         "L6",
         "too few are left, and wait with their state for one that sets up",
     ),
     "_after_hold without: 0 in entered": ("L8", "the leader is killed"),
-    "_after_hold without: missing and led.now < until": (
+    "_after_hold without: missing and context.now < until": (
         "L8",
         "news of a handover that was given up come while the next is under way",
     ),
-    "_after_hold without: missing and wish.kind == 'join' and all((led.runs(seat) for seat in missing))": (
+    "_after_hold without: missing and change.kind == 'join' and all((context.is_running(seat) for seat in ": (
         "L9",
         "a node would be let in in the moment in which the last worker ends",
     ),
     "_after_hold without: missing": ("S5", "a node does not answer when another one leaves"),
-    "_once_more without: len(members) < led.spec.min_nodes": (
+    "_save_together without: len(members) < context.spec.min_nodes": (
         "S3",
         "a node drains, and the one that would take its place is lost, as another is",
     ),
-    "_wish without: led.view.ended": ("S12", "a newcomer comes while a worker has ended well"),
-    "_wish without: led.leaving": ("S10", "all are told to leave, the last of them when the step is agreed"),
-    "_wish without: stays and _is_starting(led)": (
+    "_wanted_change without: context.view.ended_nodes": ("S12", "a newcomer comes while a worker has ended well"),
+    "_wanted_change without: context.draining_seats": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
     ),
-    "_wish without: len(led.seats) < led.spec.min_nodes and led.in_place and (not led.me.starting)": (
+    "_wanted_change without: stays and _is_starting(context)": (
+        "S10",
+        "all are told to leave, the last of them when the step is agreed",
+    ),
+    "_wanted_change without: len(context.seats) < context.spec.min_nodes and context.in_place and (not contex": (
         "S3",
         "a run is resized to more nodes than it has, and to fewer again",
     ),
-    "_wish without: len(led.seats) > led.spec.max_nodes": ("L4", "a run is resized"),
-    "_is_starting without: led.me.running == led.generation.number": (
+    "_wanted_change without: len(context.seats) > context.spec.max_nodes": ("L4", "a run is resized"),
+    "_is_starting without: context.me.running_generation == context.generation.number": (
         "L2",
         "the only node is told to leave soon after the start, and does so at once",
     ),
-    "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),
-    "_newcomers without: led.me.starting": ("L6", "newcomers come while a generation starts"),
-    "_newcomers without: led.now < max(quiet, paid)": ("L6", "newcomers come together"),
-    "_has_more without: 0 < entry.record.generation < led.view.number": (
+    "_wanted_join without: room <= 0": ("L6", "the farewell of a former life arrives late"),
+    "_wanted_join without: context.me.starting": ("L6", "newcomers come while a generation starts"),
+    "_wanted_join without: context.now < max(quiet, paid)": ("L6", "newcomers come together"),
+    "_has_workers_to_let_in without: 0 < entry.record.generation < context.view.generation_number": (
         "L6",
         "the leader hears late that a node whose worker was killed has none",
     ),

@@ -132,7 +132,7 @@ class Conduct:
             process.leaves_at = self.sim.engine.now
         if isinstance(decision, Fence):
             view = process.agent.member.view
-            process.fencing = (decision.member.record.incarnation, view.number)
+            process.fencing = (decision.member.record.incarnation, view.generation_number)
             self._fences(process, decision.member.record.node)
         if isinstance(decision, Publish):
             view = process.agent.member.view
@@ -356,7 +356,7 @@ class Conduct:
                 awake = not (peer.gone or peer.paused or peer is process) and self.sim.linked(peer, process)
                 awake = awake and peer.probe_port == known[node].probe_port  # Another process is asked elsewhere.
                 me = peer.me
-                told = told or (awake and me is not None and me.started > group.generation)
+                told = told or (awake and me is not None and me.started_generation > group.generation)
         if not told:
             self._named_at.pop(place, None)
             return

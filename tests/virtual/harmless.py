@@ -11,7 +11,7 @@ _UNSEEN = (
     "harmless because no story or seed that was tried shows it, which is less than that nothing can go wrong: history "
 )
 HARMLESS: dict[str, str] = {
-    "file without _unchanged(key, before)": (
+    "write_report without _unchanged(key, before)": (
         _UNSEEN + "201471 did, in which a late report replaced the next one, until the times of the protocol moved. "
         "tests/unit/rendezvous/test_member.py checks the rule by itself."
     ),
@@ -24,58 +24,58 @@ HARMLESS: dict[str, str] = {
         "begins at the head that was compared when it was published: the head it replaces is the head it knows. "
         "The rule turns a worker's own mistake, such as two Loops in one run, into a refusal."
     ),
-    "_stop_all without: view.leads and view.generation is not None": (
+    "_end_after_data_loss without: view.is_leader and view.generation is not None": (
         "harmless because a view that has found its store to be another one is empty: it names no leader, and "
         "every member ends with the same code by itself."
     ),
-    "_follow without: not trouble or me.started != view.number": (
+    "_follow without: not trouble or me.started_generation != view.generation_number": (
         "harmless because it costs one probe: whoever has failed in an older generation is a newcomer in this "
         "one, and asks whether the leader lives. A dead leader may be fenced by anybody."
     ),
-    "_start without: short is not None": (
+    "_start_anew without: too_few is not None": (
         "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
         "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
     ),
-    "_after_failure without: first.collateral": _FOR_PEOPLE,
-    "_after_failure without: led.now < until": _FOR_PEOPLE,
-    "_after_failure without: first.unmet and last is None": (
+    "_after_failure without: failure.collateral": _FOR_PEOPLE,
+    "_after_failure without: context.now < until": _FOR_PEOPLE,
+    "_after_failure without: failure.unmet and last is None": (
         "harmless because the budget of restarts ends such a run as well, only later, and with a less helpful reason; "
         "test_workers_that_never_meet watches the rule."
     ),
-    "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
-    "_after_failure without: unheard and led.now < until": (
+    "_after_failure without: failure.stalled and len(failed) < len(context.seats)": _FOR_PEOPLE,
+    "_after_failure without: pending_seats and context.now < until": (
         "harmless because a restart from an older copy costs steps, and no promise is made of how many; "
         "test_a_restart_waits_for_the_copies_of_survivors watches the rule."
     ),
-    "_copies_to_come without: led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed)": (
+    "_seats_yet_to_report without: context.in_place or not any((context.me.copy, *(entry.record.memory for entry in": (
         "harmless because it only spares the wait of a quarter of a second where no copy can come; "
         "test_a_restart_does_not_wait_for_long_or_without_copies watches the rule."
     ),
-    "_drained without: stay": _IN_WORDS,
-    "_after_waiting without: led.leaving": _IN_WORDS,
+    "_leave_drained without: others_go_on": _IN_WORDS,
+    "_after_waiting without: context.draining_seats": _IN_WORDS,
     "_after_waiting without: new": _IN_WORDS,
-    "_asking_again without: absent and isinstance(decision, Wait)": (
+    "_probe_unreachable_again without: unreachable and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
         "later at most. The rule serves one that has been started without the page."
     ),
-    "_suspected without: led.has_left(seat)": (
+    "_is_suspected without: context.has_left(seat)": (
         "harmless because the question is answered at once, by an agent that is still ending or by its closed "
         "port; only a machine that goes off in the instant it leaves would be waited for, one and a half seconds."
     ),
-    "_fence_or_wait without: led.now < term_over": (
+    "_fence_or_wait without: context.now < term_over": (
         "harmless because a leader that cannot hear most of the others then gives its place up after one and a "
         "half seconds and not after a lease term: it costs this node's life where the leases of dead nodes might "
         "have told."
     ),
-    "_fence_or_wait without: len(led.seats) == 2": (
+    "_fence_or_wait without: len(context.seats) == 2": (
         "harmless because the leader then comes back as the youngest and the other node leads: the same pause, "
         "another survivor. The rule keeps the run where rank 0 and its state are."
     ),
-    "_after_loss without: (wait := saving(led, lost)) is not None": (
+    "_after_loss without: (wait := wait_for_save(context, lost)) is not None": (
         "harmless because rank 0 then saves the same step once more in the generation that follows. The rule spares "
         "nodes that leave the time of a second checkpoint, which they may not have."
     ),
-    "handing_over without: me.running != view.number": (
+    "take_part_in_handover without: me.running_generation != view.generation_number": (
         "harmless because an agent without workers of this generation then holds nobody, and its next generation "
         "begins with nothing held. The rule spares torchrun's plug-in a report on a generation that it has no part in."
     ),

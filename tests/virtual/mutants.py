@@ -118,7 +118,7 @@ def _transactions() -> dict[str, list[str]]:
 COLLECTED = ("trouble", "evidence", "since")
 """Lists whose largest entry is looked for: whether there is any has to be asked first."""
 
-COMPARING = ("_unchanged", "_absent", "_alive", "_own", "_current")
+COMPARING = ("_unchanged", "_absent", "_own_key_kept", "_own_lease_kept", "_generation_unchanged")
 
 
 def _guards(module: str) -> dict[str, dict[int, str]]:

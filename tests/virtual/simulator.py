@@ -233,7 +233,7 @@ class Simulator:
         target = self.processes[f"n{int(address.rpartition('.')[2]) - 1}"]
         heard = self.linked(asker, target) and not target.gone and not target.paused and target.probe_port == port
         me = target.me
-        return me.started if heard and me is not None else 0
+        return me.started_generation if heard and me is not None else 0
 
     def leader(self) -> str | None:
         """Who holds the oldest member key."""
@@ -416,7 +416,7 @@ class Simulator:
             if process.gone:
                 continue
             me = process.me
-            outside = me is None or (me.known == 0 and not process.agent.member.view.members)
+            outside = me is None or (me.highest_generation == 0 and not process.agent.member.view.members)
             if outside or me.attempt > max(self.invariants.results, default=0):
                 self.kill(process, "is sent home")
 

@@ -300,7 +300,7 @@ CHANGES: list[Plan] = [
     story(
         "a node does not answer a hold",
         3,
-        Fault(0.0, "pause_agent", "n1", 3.5, on="n0.1 Ask"),
+        Fault(0.0, "pause_agent", "n1", 3.5, on="n0.1 WriteHandover"),
         arrivals=(0.0, 0.1, 6.0),
         loops=True,
         commits_within_s=7.0,
@@ -309,7 +309,7 @@ CHANGES: list[Plan] = [
         "a node does not answer when another one leaves",
         3,
         Fault(6.0, "leave", "n2"),
-        Fault(0.0, "pause_agent", "n1", 3.5, on="n0.1 Ask"),
+        Fault(0.0, "pause_agent", "n1", 3.5, on="n0.1 WriteHandover"),
         loops=True,
         commits_within_s=7.0,
     ),
@@ -325,8 +325,8 @@ CHANGES: list[Plan] = [
     story(
         "a newcomer comes when the script ends",
         3,
-        Fault(0.0, "pause_agent", "n1", 4.0, on="n0.1 File: workers of generation 1: ok"),
-        Fault(0.0, "start", "n2", on="n0.1 File: workers of generation 1: ok"),
+        Fault(0.0, "pause_agent", "n1", 4.0, on="n0.1 WriteReport: workers of generation 1: ok"),
+        Fault(0.0, "start", "n2", on="n0.1 WriteReport: workers of generation 1: ok"),
         arrivals=(0.0, 0.1, 999.0),
         ends_after=6,
     ),

@@ -28,7 +28,7 @@ def _commit(world: World, step: int) -> None:
     head = Commit(
         step=step,
         epoch=0,
-        generation=member.me.running,
+        generation=member.me.running_generation,
         nonce="e" * 16,
         parent="",
         directory="/ckpt",
@@ -115,7 +115,7 @@ def test_a_copy_of_another_life_or_generation_is_not_used() -> None:
     """S6: a leader that has no seat in the generation that is replaced has no copy of it, whatever it holds."""
     world = running(3)
     stranger = world.members["n0"]
-    stranger.me = replace(stranger.me, copy=_copy(99), seated=0)
+    stranger.me = replace(stranger.me, copy=_copy(99), seated_generation=0)
     _fail(world.members["n1"], _copy(40))
     world.pass_time(2 * COLLATERAL_GRACE_S)
     assert world.members["n1"].ran[-1][0].memory == _copy(40)

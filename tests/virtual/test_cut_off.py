@@ -102,7 +102,7 @@ def test_left_out_is_fenced_whether_workers_run_or_not() -> None:
     cut_off.silent = True  # It keeps nothing alive and hears nothing.
     world.pass_time(12.0)
     assert world.generations() == [1, 2]
-    cut_off.me = replace(cut_off.me, running=0)
+    cut_off.me = replace(cut_off.me, running_generation=0)
     cut_off.silent = False
     cut_off.step()
     assert cut_off.life == 1
@@ -112,13 +112,13 @@ def test_whose_lease_is_overdue_asks_its_peers_although_etcd_has_answered_since(
     """What comes after one answer may be out of reach again, and peers may be in a newer generation."""
     world = running(2)
     member, now = world.members["n0"].member, world.clock()
-    assert not member.listens_to(now)
+    assert not member.seats_to_ask(now)
     member.handle(SessionState("suspended", member.lease_id, "no answer"), now)
     member.outage.end(now)
-    assert [seat.node for seat in member.listens_to(now)] == ["n1"]
+    assert [seat.node for seat in member.seats_to_ask(now)] == ["n1"]
     assert member.outage.alone_since == now
     member.handle(SessionState("connected", member.lease_id, "etcd answers"), now)
-    assert not member.listens_to(now + 1.0)
+    assert not member.seats_to_ask(now + 1.0)
     assert member.outage.alone_since is None
 
 
@@ -129,6 +129,9 @@ def test_a_member_without_etcd_stops_when_a_peer_has_moved_on() -> None:
     suspended = replace(member.me, lease="suspended")
     view = member.view
     assert isinstance(decide(suspended, view, world.clock()), Wait)
-    assert isinstance(decide(replace(suspended, heard=1), view, world.clock()), Wait)
-    assert isinstance(decide(replace(suspended, heard=2), view, world.clock()), Rejoin)
-    assert isinstance(decide(replace(suspended, heard=2, running=0, seated=0), view, world.clock()), Wait)
+    assert isinstance(decide(replace(suspended, heard_generation=1), view, world.clock()), Wait)
+    assert isinstance(decide(replace(suspended, heard_generation=2), view, world.clock()), Rejoin)
+    assert isinstance(
+        decide(replace(suspended, heard_generation=2, running_generation=0, seated_generation=0), view, world.clock()),
+        Wait,
+    )

@@ -10,7 +10,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Ask, File, Wait, Withdraw
+from elasticrt.rendezvous.decision import Wait, WithdrawHandover, WriteHandover, WriteReport
 from elasticrt.rendezvous.leader_context import as_reported
 from elasticrt.rendezvous.records import HandoverRecord, Report
 from elasticrt.rendezvous.view import Stored, apply_range
@@ -34,7 +34,7 @@ def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
             world.members[name].step()
     while slow.notices:
         slow.member.handle(slow.notices.popleft(), world.now)
-    assert slow.view.number == 2
+    assert slow.view.generation_number == 2
     assert isinstance(decide(slow.me, slow.view, world.now), Wait)
     world.settle()
     check_ranks(world, 2, ["n0", "n2", "n3"])
@@ -47,7 +47,7 @@ def test_a_generation_that_is_over_before_a_member_reads_its_roster_leaves_nobod
     for name in ("n1", "n2"):
         world.members[name].me = told_to_leave(world.members[name])
         world.settle()
-    while slow.view.number < 2:
+    while slow.view.generation_number < 2:
         slow.member.handle(slow.notices.popleft(), world.now)
     late = list(slow.notices)
     slow.notices.clear()
@@ -64,12 +64,12 @@ def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     world = running(2)
     world.pass_time(1.0)
     follower, key = world.members["n1"].member.replica, "/elasticrt/run/members/n0"
-    assert follower.view.oldest == "n0"
+    assert follower.view.leader_node == "n0"
     value = world.server.read(key).keys[0].value
     world.server.commit(Txn((), (Delete(key),)))
     world.server.commit(Txn((), (Put(key, value),)))
     follower.view = apply_range(follower.view, follower.keys, key, world.server.read(key), world.now)
-    assert follower.view.oldest is None
+    assert follower.view.leader_node is None
 
 
 def test_who_was_fenced_for_silence_is_not_fenced_again_for_it() -> None:
@@ -105,7 +105,7 @@ def test_a_new_leader_gives_missing_keys_their_whole_lease_term() -> None:
         member.me = replace(member.me, lease="lost")
     for _ in range(50):
         world.members["n1"].step()
-    assert world.members["n1"].view.leads
+    assert world.members["n1"].view.is_leader
     world.settle()
     assert world.generations() == [1]
 
@@ -114,9 +114,9 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
     """S5: a watch tells late that a handover was given up; the one that its reader has asked for since stands."""
     world = running(2)
     leader = world.members["n0"]
-    ask = Ask("hold", HandoverRecord(generation=1, cause="n2 joined"))
+    ask = WriteHandover("hold", HandoverRecord(generation=1, cause="n2 joined"))
     assert leader.run(leader.member.carry_out(ask))
-    assert leader.run(leader.member.carry_out(Withdraw("a test")))
+    assert leader.run(leader.member.carry_out(WithdrawHandover("a test")))
     assert leader.view.handover is None
     assert leader.run(leader.member.carry_out(ask))
     mine = leader.view.handover
@@ -124,8 +124,8 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
     while leader.notices:
         leader.member.handle(leader.notices.popleft(), world.now)
         assert leader.view.handover == mine
-    assert leader.view.wrote == {}
-    assert leader.run(leader.member.carry_out(Withdraw("a test")))
+    assert leader.view.written_revisions == {}
+    assert leader.run(leader.member.carry_out(WithdrawHandover("a test")))
 
 
 def test_a_leader_knows_what_it_has_reported_itself() -> None:
@@ -136,7 +136,7 @@ def test_a_leader_knows_what_it_has_reported_itself() -> None:
     world = running(2)
     leader = world.members["n0"]
     leader.fail()
-    assert isinstance(leader.member.decide(world.now), File)
+    assert isinstance(leader.member.decide(world.now), WriteReport)
     assert leader.run(leader.member.carry_out(leader.member.decide(world.now)))
     first = leader.view.reports["n0"]
     assert first.record == leader.me.report
@@ -211,13 +211,13 @@ def test_a_key_that_is_newer_than_a_report_counts() -> None:
     view = running(2).members["n0"].view
     entry = view.members["n1"]
     filed = Stored(
-        Report(generation=view.number, node="n1", incarnation=entry.record.incarnation, status="failed",
+        Report(generation=view.generation_number, node="n1", incarnation=entry.record.incarnation, status="failed",
                failure=FAILURE, ready=1, has_state=True),
         create_revision=1, mod_revision=entry.mod_revision + 1, since=0.0,
     )  # fmt: skip
-    newer = replace(view, filed={"n1": filed})
+    newer = replace(view, reports_by_key={"n1": filed})
     assert as_reported(newer, entry).record.has_state
-    older = replace(view, filed={"n1": replace(filed, mod_revision=entry.mod_revision - 1)})
+    older = replace(view, reports_by_key={"n1": replace(filed, mod_revision=entry.mod_revision - 1)})
     assert not as_reported(older, entry).record.has_state
 
 
@@ -230,7 +230,7 @@ def test_a_seat_counts_until_its_node_tells_that_it_has_taken_it(in_place: bool,
     seats = {**view.seats, "n1": view.seats["n1"].model_copy(update={"workers": 2})}
     view = replace(view, generation=replace(view.generation, record=record), seats=seats)
     entry = view.members["n1"]
-    key = entry.record.model_copy(update={"ready": 1, "generation": view.number - (not told)})
+    key = entry.record.model_copy(update={"ready": 1, "generation": view.generation_number - (not told)})
     assert as_reported(view, replace(entry, record=key)).record.ready == ready
 
 

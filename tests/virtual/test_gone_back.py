@@ -26,10 +26,10 @@ def test_who_sees_the_store_go_back_stops() -> None:
     world = running(2)
     leader, follower = world.members["n0"], world.members["n1"]
     for member in (leader, follower):
-        assert not member.view.lost
+        assert not member.view.data_loss
         member.connect(Restored(world.server))
         member.run(member.member.replica.refresh())
-        assert "was at" in member.view.lost
+        assert "was at" in member.view.data_loss
     finish = decide(leader.me, leader.view, world.now)
     assert isinstance(finish, Finish)
     assert (finish.status, finish.code) == ("failed", EXIT_STORE)

@@ -410,7 +410,7 @@ def test_a_node_that_leaves_while_another_generation_is_made_has_left() -> None:
         first.step()
     while leader.ran[-1][0].number == 1:
         assert leader.step()
-    assert second.view.number == 1
+    assert second.view.generation_number == 1
     second.run(second.member.leave(seat_too=True))
     second.alive = False
     world.settle()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.decision import Ask, Leave
+from elasticrt.rendezvous.decision import Leave, WriteHandover
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
@@ -58,7 +58,7 @@ def test_the_last_node_saves_before_it_leaves() -> None:
         _drain(world.members[name])
     world.settle()
     assert [member.alive for member in world.members.values()] == [False, False]
-    asked = [d.handover for m in world.members.values() for d in m.story if isinstance(d, Ask)]
+    asked = [d.handover for m in world.members.values() for d in m.story if isinstance(d, WriteHandover)]
     assert asked[-1].save
     left = {d for member in world.members.values() for d in member.story if isinstance(d, Leave)}
     assert left == {Leave(f"drained: too few nodes are left to go on after step {asked[-1].step}", asked[-1].step)}
@@ -80,7 +80,7 @@ def test_nodes_that_are_told_one_after_the_other_save_before_they_leave(late: st
     _drain(second)
     world.settle()
     assert [first.alive, second.alive] == [False, False]
-    asked = [d.handover for d in first.story if isinstance(d, Ask)]
+    asked = [d.handover for d in first.story if isinstance(d, WriteHandover)]
     assert asked[-1].save
     # Once the step has been agreed without it, they go on from that step's copy to save.
     resumed = [generation.memory.step for generation, _ in first.ran[1:] if generation.memory is not None]

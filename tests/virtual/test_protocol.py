@@ -93,7 +93,7 @@ def test_the_next_leader_counts_from_the_last_re_form_too() -> None:
     world.server.revoke(world.members["n0"].member.lease_id)
     world.add("n3")
     world.pass_time(15.0)
-    assert world.members["n1"].view.leads
+    assert world.members["n1"].view.is_leader
     assert world.generations() == [1, 2]
     world.pass_time(6.0)
     assert world.generations() == [1, 2, 3]
@@ -134,7 +134,7 @@ def test_a_leaving_member_is_not_seated_again() -> None:
         if notice.range.endswith("/reports/"):
             leader.member.handle(notice, world.now)
     leader.step()
-    assert "n1" not in {seat.node for seat in leader.view.order()} or leader.view.number == 1
+    assert "n1" not in {seat.node for seat in leader.view.seats_in_rank_order()} or leader.view.generation_number == 1
     world.settle()
     check_ranks(world, 2, ["n0", "n2"])
 

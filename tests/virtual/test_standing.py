@@ -9,7 +9,7 @@ import pytest
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import STACKS_GRACE_S
 from elasticrt.rendezvous.decision import End, Fence, Probe
-from elasticrt.rendezvous.member import Probed
+from elasticrt.rendezvous.member import ProbeResult
 from elasticrt.rendezvous.view import Verdict
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
@@ -122,7 +122,7 @@ def test_a_silence_in_the_last_generation_is_no_loss_in_this_one() -> None:
     assert world.generations() == [1, 2]
     leader, other = world.members["n0"], world.members["n1"]
     late = Verdict("silent", asked_at)
-    leader.member.handle(Probed(other.me.record.incarnation, late), world.now)
+    leader.member.handle(ProbeResult(other.me.record.incarnation, late), world.now)
     world.server.revoke(other.member.lease_id)
     world.pass_time(10.0)
     assert world.generations() == [1, 2]
@@ -180,7 +180,8 @@ def _hang(member: VirtualMember) -> None:
     summary = "no progress for 600 s after step 7"
     text = f"rank {rank} on {member.name}:\n" + "  | File train.py, line 7\n" * 200
     member.report("failed", Failure(rank=rank, code=-9, collateral=False, summary=summary, text=text, stalled=True))
-    member.me = replace(member.me, running=member.me.started)  # Its workers hang on, until the next generation.
+    # Its workers hang on, until the next generation.
+    member.me = replace(member.me, running_generation=member.me.started_generation)
 
 
 def test_a_hang_waits_for_all_stacks() -> None:

@@ -31,7 +31,7 @@ from elasticrt.rendezvous.decision import (
     Run,
     Wait,
 )
-from elasticrt.rendezvous.member import Joining, Member, Probed
+from elasticrt.rendezvous.member import JoinOptions, Member, ProbeResult
 from elasticrt.rendezvous.records import Generation, Keys, Report, Result, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import Conversation, Notice
@@ -118,7 +118,7 @@ class VirtualMember:
     def enter(self, *, again: bool = False, wait_s: float = 5.0) -> Result | None:
         """Join, warm at once; etcd is waited for up to `wait_s`. Returns and raises as `Member.join`."""
         late = StoreError("it could not join")
-        return self.run(self.member.join(Joining(5.0, wait_s, again=again, named=True, too_late=late)))
+        return self.run(self.member.join(JoinOptions(5.0, wait_s, again=again, named=True, too_late=late)))
 
     def warm(self) -> None:
         """The worker parent is ready."""
@@ -129,14 +129,14 @@ class VirtualMember:
         self.me = replace(
             self.me,
             report=Report(
-                generation=self.me.started,
+                generation=self.me.started_generation,
                 node=self.name,
                 incarnation=self.me.record.incarnation,
                 status=status,
                 failure=failure,
                 **more,
             ),
-            running=self.me.running if status in ("finishing", "holding") else 0,
+            running_generation=self.me.running_generation if status in ("finishing", "holding") else 0,
             failed_at=self.world.clock() if status == "failed" else None,
         )
 
@@ -193,34 +193,34 @@ class VirtualMember:
                 self.me = replace(
                     self.me,
                     record=record,
-                    started=generation.number,
-                    running=generation.number,
-                    seated=generation.number,
-                    known=generation.number,
+                    started_generation=generation.number,
+                    running_generation=generation.number,
+                    seated_generation=generation.number,
+                    highest_generation=generation.number,
                     report=None,
                     failed_at=None,
-                    holding=0,
-                    going=0,
+                    hold_revision=0,
+                    leave_after_step=0,
                 )
             case Rejoin():
                 self.life += 1
-                self.me = replace(self.me, running=0, seated=0)
+                self.me = replace(self.me, running_generation=0, seated_generation=0)
                 self.run(self.member.carry_out(decision))
             case Drain():
                 self.member.drain()
             case Probe(_, seats):
                 for seat in seats:
                     verdict = Verdict(self.world.probe(seat, self.name), self.world.clock())
-                    self.member.handle(Probed(seat.incarnation, verdict), self.world.clock())
+                    self.member.handle(ProbeResult(seat.incarnation, verdict), self.world.clock())
             case Hold(_, handover):
-                self.me = replace(self.me, holding=handover)
+                self.me = replace(self.me, hold_revision=handover)
                 self.report("holding", handover=handover, entered=self.entered)
             case Go(_, step):
-                self.me = replace(self.me, going=step)
+                self.me = replace(self.me, leave_after_step=step)
                 copy = Copy(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
-                self.report("held", handover=self.me.holding, memory=copy)
+                self.report("held", handover=self.me.hold_revision, memory=copy)
             case ReleaseHold():
-                self.me = replace(self.me, holding=0, going=0, report=None)
+                self.me = replace(self.me, hold_revision=0, leave_after_step=0, report=None)
             case _:
                 if isinstance(decision, Register):
                     self.world.now += 0.001  # A key that comes back is younger than a question asked before.
@@ -340,4 +340,4 @@ def check_ranks(world: World, number: int, names: list[str]) -> None:
 
 def told_to_leave(member: VirtualMember) -> Me:
     """This member's state after SIGTERM."""
-    return replace(member.me, leaving="SIGTERM received")
+    return replace(member.me, leave_reason="SIGTERM received")

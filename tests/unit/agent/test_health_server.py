@@ -32,7 +32,7 @@ from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decision import Me
-from elasticrt.rendezvous.outage import Heard, Outage
+from elasticrt.rendezvous.outage import GenerationAnswer, Outage
 from elasticrt.rendezvous.records import Member, Report, Seat
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec
@@ -112,7 +112,7 @@ def test_the_reason_is_what_the_story_of_the_run_says(
     seen = Stored(agreed(waits=False), 1, 1, 0.0)
     view = View("alpha", generation=seen, seats={"alpha": SEAT}, roster_nonce=seen.record.nonce)
     record = RECORD.model_copy(update={"draining": draining, "incarnation": SEAT.incarnation})
-    me = Me(record=record, spec=SPEC, lease="connected", running=2)
+    me = Me(record=record, spec=SPEC, lease="connected", running_generation=2)
     noted = member(me, view, Outage(lambda _: None), 530.0, story=told, told_at=30.0, step=20)
     finding = ready(noted, 530.0)
     assert (finding.ok, finding.reason) == (not draining, reason)
@@ -127,10 +127,8 @@ def test_what_was_lost_while_etcd_is_away_is_told() -> None:
     failure = Failure(0, 1, True, "rank 0 on alpha: a peer is gone")
     report = Report(generation=2, node="alpha", incarnation="a" * 16, status="failed", failure=failure)
     record = RECORD.model_copy(update={"incarnation": SEAT.incarnation})
-    me, outage = (
-        Me(record=record, spec=SPEC, lease="suspended", running=2, report=report),
-        Outage(lambda _: None),
-    )
+    me = Me(record=record, spec=SPEC, lease="suspended", running_generation=2, report=report)
+    outage = Outage(lambda _: None)
     outage.since = 510.0
     finding = ready(member(me, view, outage, 530.0, story=told, told_at=30.0, step=20), 530.0)
     reason = (
@@ -139,7 +137,7 @@ def test_what_was_lost_while_etcd_is_away_is_told() -> None:
     assert (finding.ok, finding.reason) == (True, reason)
 
 
-STANDS_BY: dict[str, Any] = {"seat": None, "running": 0}
+STANDS_BY: dict[str, Any] = {"seat": None, "running_generation": 0}
 CUT_OFF: dict[str, Any] = {"lease": "suspended", "away_s": 170.0, "alone_s": 168.0}
 
 
@@ -149,13 +147,13 @@ CUT_OFF: dict[str, Any] = {"lease": "suspended", "away_s": 170.0, "alone_s": 168
         ({}, True, "trains in generation 3"),
         ({"lease": "suspended", "away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
         ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
-        ({"running": 2}, True, "starts its workers of generation 3"),
-        ({"running": 0}, True, "starts its workers of generation 3"),
-        ({"running": 0, "warm": False}, False, "still importing what its workers need"),
-        ({"running": 0, "away_s": 3.0}, False, "its workers of generation 3 have ended"),
+        ({"running_generation": 2}, True, "starts its workers of generation 3"),
+        ({"running_generation": 0}, True, "starts its workers of generation 3"),
+        ({"running_generation": 0, "warm": False}, False, "still importing what its workers need"),
+        ({"running_generation": 0, "away_s": 3.0}, False, "its workers of generation 3 have ended"),
         (CUT_OFF, False, "cut off in generation 3: neither etcd nor another node has answered for 168 s"),
         ({**CUT_OFF, "alone_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
-        ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
+        ({"leave_reason": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
         ({"draining": True}, False, "on its way out: draining"),
         (STANDS_BY, True, "stands by: generation 3 runs without it"),
         ({**STANDS_BY, "generation": 0}, True, "stands by: waits for nodes"),
@@ -168,8 +166,8 @@ def test_readiness(changes: dict[str, Any], expected: bool, reason: str) -> None
     own = {"seat": SEAT, "generation": 3, "away_s": None, "alone_s": 0.0}
     own |= {name: changes[name] for name in own if name in changes}
     record = RECORD.model_copy(update={name: changes[name] for name in ("warm", "draining") if name in changes})
-    state = {name: changes[name] for name in ("lease", "leaving", "running") if name in changes}
-    me = Me(record=record, spec=SPEC, **{"lease": "connected", "running": 3, **state})
+    state = {name: changes[name] for name in ("lease", "leave_reason", "running_generation") if name in changes}
+    me = Me(record=record, spec=SPEC, **{"lease": "connected", "running_generation": 3, **state})
     finding = readiness(me, own.pop("seat"), own.pop("generation"), **own)
     assert finding.ok is expected
     assert reason in finding.reason
@@ -204,7 +202,7 @@ def test_what_a_member_notes() -> None:
 
 def test_since_when_a_node_hears_nobody() -> None:
     """N03: while etcd is away the other nodes are asked; an answer ends their silence, and so does etcd's return."""
-    heard: SimpleQueue[Heard] = SimpleQueue()
+    heard: SimpleQueue[GenerationAnswer] = SimpleQueue()
     prober = Prober(lambda *_: None)
     other = ProbeServer(prober, "127.0.0.1", "digits", lambda: ("b" * 16, 3))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -213,15 +211,15 @@ def test_since_when_a_node_hears_nobody() -> None:
         other.start()
         alone = Outage(lambda _: None)
         alone.suspect(time.monotonic())
-        assert not alone.listens_to([], time.monotonic())
+        assert not alone.seats_to_ask([], time.monotonic())
         assert alone.alone_since is None, "a run of one node has nobody to hear"
         for port, answers in ((refusing, False), (other.port, True)):
             outage = Outage(lambda _: None)
             outage.suspect(time.monotonic())
-            asked = outage.listens_to([_seat(port)], time.monotonic())
-            prober.listen(asked, "digits", lambda number: heard.put(Heard(number)))
+            asked = outage.seats_to_ask([_seat(port)], time.monotonic())
+            prober.listen(asked, "digits", lambda number: heard.put(GenerationAnswer(number)))
             assert outage.alone_since is not None
-            outage.heard(heard.get(timeout=30))
+            outage.note_answer(heard.get(timeout=30))
             assert (outage.alone_since is None) is answers
             outage.end(time.monotonic())
             assert (outage.since, outage.alone_since) == (None, None)

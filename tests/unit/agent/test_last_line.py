@@ -34,9 +34,16 @@ SEAT = object()
 def view(*members: str, short: float | None = None, **fields: object) -> SimpleNamespace:
     """What a leader that may have a seat knows."""
     seated, newcomers = fields.pop("seated", False), fields.pop("newcomers", "")
-    basic = {"handover": None, "leads": True, "complete": True, "generation": None, "number": 0, "roster_known": True}
-    known = {**basic, "members": dict.fromkeys(members), "short_since": short, **fields}
-    known["order"] = lambda: [SimpleNamespace(node=name) for name in members if name not in newcomers]
+    basic = {
+        "handover": None,
+        "is_leader": True,
+        "members_complete": True,
+        "generation": None,
+        "generation_number": 0,
+        "roster_known": True,
+    }
+    known = {**basic, "members": dict.fromkeys(members), "too_few_since": short, **fields}
+    known["seats_in_rank_order"] = lambda: [SimpleNamespace(node=name) for name in members if name not in newcomers]
     return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
 
 
@@ -53,38 +60,46 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
             Doing("waiting for nodes", "a, b here, 1 missing", 605.0), id="who is here, how many lack, until when",
         ),
         pytest.param(
-            replace(ME, running=2), view("a", "b", short=5.0, generation=WAITING, number=2, seated=True),
+            replace(ME, running_generation=2),
+            view("a", "b", short=5.0, generation=WAITING, generation_number=2, seated=True),
             Wait("2 nodes; 3 needed"), "", None,
             Doing("waiting for nodes", "a, b here, 1 missing", 605.0), id="survivors wait with their state",
         ),
         pytest.param(
-            replace(ME, running=2), view("a", "b", leads=False, generation=WAITING, number=2, seated=True),
+            replace(ME, running_generation=2),
+            view("a", "b", is_leader=False, generation=WAITING, generation_number=2, seated=True),
             Wait("b leads"), "", None,
             Doing("waiting for nodes", "a, b here, 1 missing"), id="survivors wait, and another one leads",
         ),
         pytest.param(
-            replace(ME, running=2),
-            view("a", "b", "c", newcomers="c", generation=WAITING, number=2, seated=True),
+            replace(ME, running_generation=2),
+            view("a", "b", "c", newcomers="c", generation=WAITING, generation_number=2, seated=True),
             Wait("2 of 3 nodes ready; others are setting up", 9.0), "", None,
             Doing("waiting for nodes", "a, b here, c sets up"), id="a newcomer is no missing node",
         ),
         pytest.param(
-            replace(ME, running=2, spec=SimpleNamespace(min_nodes=5, join_timeout_s=600.0)),
-            view("a", "b", "c", "d", newcomers="cd", leads=False, generation=WAITING, number=2, seated=True),
+            replace(ME, running_generation=2, spec=SimpleNamespace(min_nodes=5, join_timeout_s=600.0)),
+            view(
+                "a", "b", "c", "d", newcomers="cd", is_leader=False, generation=WAITING, generation_number=2,
+                seated=True,
+            ),
             Wait("b leads"), "", None,
             Doing("waiting for nodes", "a, b here, c, d set up, 1 missing"), id="newcomers, and too few of them",
         ),
         pytest.param(
-            replace(ME, running=2), view("a", "b", short=5.0, generation=GENERATION, number=2, seated=True),
+            replace(ME, running_generation=2),
+            view("a", "b", short=5.0, generation=GENERATION, generation_number=2, seated=True),
             Wait("training"), "", None, None, id="training, with fewer nodes than a new minimum",
         ),
-        pytest.param(COLD, view("a", leads=False), Wait("b leads"), "", None, Doing("importing torch"), id="not warm"),
         pytest.param(
-            ME, view("a", leads=False), Wait("b leads"), "", None, Doing("waiting for the others", "b leads"),
+            COLD, view("a", is_leader=False), Wait("b leads"), "", None, Doing("importing torch"), id="not warm"
+        ),
+        pytest.param(
+            ME, view("a", is_leader=False), Wait("b leads"), "", None, Doing("waiting for the others", "b leads"),
             id="another one leads",
         ),
         pytest.param(
-            ME, view("a", generation=GENERATION, number=2), Wait("training"), "", None,
+            ME, view("a", generation=GENERATION, generation_number=2), Wait("training"), "", None,
             Doing("standing by", "generation 2 has 3 nodes"), id="a standby",
         ),
         pytest.param(
@@ -152,7 +167,7 @@ def test_a_node_that_leaves_without_a_handover_says_what_is_not_saved(reached, l
     edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
     console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
     head = SimpleNamespace(reached=reached) if reached else None
-    console.left(Leave("not handed over within 15 s", saving=75), head, lost=lost)
+    console.left(Leave("not handed over within 15 s", save_step=75), head, lost=lost)
     assert said in capsys.readouterr().err
 
 
@@ -164,7 +179,7 @@ def test_a_leave_that_a_hang_keeps_from_saving_names_it(tmp_path, capsys):
     for event in (started(), begun(1, "a", "start"), events.FirstStep(1, 1, 0, None, None), events.Step(1, 75, 0, {})):
         console.events.write(event)
     console.events.write(events.Culprit(1, 75, 4.0, (0,), ("a",), "rank 0 on a sleeps"))
-    console.left(Leave("not handed over within 15 s", saving=75), None, lost=True)
+    console.left(Leave("not handed over within 15 s", save_step=75), None, lost=True)
     assert "no checkpoint; step 75 could not be saved: a left before it was" in paces(console.story), "for every view"
     said = (
         r"not: the last checkpoint .*; no step for [45] s after step 75: rank 0 on a sleeps\. A shorter --hang-timeout"

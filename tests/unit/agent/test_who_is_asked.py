@@ -36,7 +36,7 @@ LEADER = Member(node="b", incarnation="b" * 16, address="b", pid=7, workers=1, p
 def test_who_is_asked(node: str, known: str, asked: str) -> None:
     """W09: each node hears who is waited for, whichever part of the roster it has read."""
     members = {"b": Stored(LEADER, 1, 1, 0.0)}
-    view = View(node, members=members, oldest="b", seats={name: SEATS[name] for name in known})
+    view = View(node, members=members, leader_node="b", seats={name: SEATS[name] for name in known})
     assert "".join(seat.node for seat in whom_to_ask(view, first=node == "a")) == asked
 
 
@@ -90,9 +90,9 @@ def test_why_nothing_can_be_agreed(error: StoreError | None, why: str) -> None:
     outage = Outage(lambda _: None)
     made = SimpleNamespace(outage=outage)
     if error is not None:
-        member.Member.failed(made, error, 9.0)
+        member.Member.note_failure(made, error, 9.0)
     made.member = made
     assert Agent._unagreed.fget(made) == why
-    outage.not_refused()
+    outage.note_write()
     outage.end(10.0)
     assert Agent._unagreed.fget(made) == ""

@@ -19,7 +19,7 @@ def entry(incarnation: str, **fields: str | None) -> SimpleNamespace:
 
 SEATS = [SimpleNamespace(node=name, incarnation=name * 16) for name in "abcdef"]
 BEFORE = SimpleNamespace(
-    order=lambda: SEATS,
+    seats_in_rank_order=lambda: SEATS,
     members={"a": entry("a" * 16), "d": entry("0" * 16), "f": entry("f" * 16)},  # d has begun another life.
     reports={"b": entry("b" * 16, status="left", failure=None), "d": entry("0" * 16, status="left")},
     verdicts={each * 16: SimpleNamespace(kind=kind) for each, kind in (("c", "dead"), ("e", "silent"))},

@@ -15,7 +15,7 @@ from elasticrt.errors import StoreError
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Me, Publish, Run, Wait
-from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Seat, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import Notice
@@ -78,7 +78,7 @@ class One:
             note=lambda _: None,
         )
         self.driver = StoreDriver(self.store, self.notices.append, Standing(), grant=lambda: self.store.grant(60.0))
-        how = Joining(60.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
+        how = JoinOptions(60.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
         assert self.driver.run(self.member.join(how)) is None
 
     def live(self) -> bool:
@@ -102,7 +102,13 @@ class One:
                     number = generation.number
                     me = self.member.me
                     record = me.record.model_copy(update={"generation": number, "seen": number})
-                    self.member.me = replace(me, record=record, known=number, started=number, running=number)
+                    self.member.me = replace(
+                        me,
+                        record=record,
+                        highest_generation=number,
+                        started_generation=number,
+                        running_generation=number,
+                    )
                 case _:
                     raise AssertionError(f"nothing else is to be done: {decision}")
             seen = True
@@ -129,7 +135,7 @@ def _form(count: int) -> tuple[Cost, Cost]:
     members = [One(server, spec, index) for index in range(count)]
     while sum(member.live() for member in members):
         pass
-    assert {member.member.me.running for member in members} == {1}
+    assert {member.member.me.running_generation for member in members} == {1}
     costs = [Cost.of(member) for member in members]
     others = costs[1:]
     dearest = Cost(*(max(getattr(cost, name) for cost in others) for name in ("requests", "messages", "size")))
@@ -169,7 +175,7 @@ def test_the_longest_of_rosters_fits_into_requests_of_etcd() -> None:
         for index in range(10_000)
     )
     store = MemoryStore(MemoryServer(lambda: 0.0))
-    txns = transactions.roster(KEYS, "0" * 16, roster_chunks(seats))
+    txns = transactions.write_roster(KEYS, "0" * 16, roster_chunks(seats))
     assert all(store.commit(txn).succeeded for txn in txns)  # It refuses what etcd refuses.
     assert len(txns) == -(-len(seats) // (SEATS_PER_CHUNK * transactions.CHUNKS_PER_TXN))
 
@@ -196,8 +202,8 @@ def _looks(count: int) -> int:
     reports = {node: lost.model_copy(update={"node": node, "incarnation": life}) for node, life in lives.items()}
     filed = Filed({KEYS.report(1, node): Stored(each, 1, 10**6, world.now) for node, each in reports.items()})
     verdicts = {life: Verdict("alive", world.now) for life in lives.values()}
-    view = replace(leader.view, filed=filed, verdicts=verdicts)
-    decision = decide(replace(leader.me, filed=lost), view, world.now)
+    view = replace(leader.view, reports_by_key=filed, verdicts=verdicts)
+    decision = decide(replace(leader.me, stored_report=lost), view, world.now)
     assert isinstance(decision, Publish)
     return filed.looks
 
@@ -210,7 +216,7 @@ def test_a_leader_goes_through_all_reports_once_a_decision() -> None:
 @pytest.mark.parametrize("leads", [False, True])
 def test_many_changes_at_once_fold_like_one_by_one(leads: bool) -> None:
     """A fold of many changes gives the same view as many folds, and leaves the view before as it was."""
-    start = View("n00000", oldest="n00000" if leads else "n00003")
+    start = View("n00000", leader_node="n00000" if leads else "n00003")
     start = apply_range(
         start, KEYS, KEYS.members, RangeRead(tuple(_kv(index, 10 + index) for index in range(4)), 14, "s"), 0.0
     )
@@ -233,7 +239,7 @@ def test_a_view_remembers_no_reads_of_former_rosters() -> None:
     for _ in range(5):
         chunk = KEYS.chunk(secrets.token_hex(8), 0)
         view = apply_range(view, KEYS, chunk, RangeRead((), 5, "s"), 0.0)
-    assert list(view.read_at) == [chunk]
+    assert list(view.read_revisions) == [chunk]
 
 
 def _member(index: int) -> MemberRecord:

@@ -7,11 +7,11 @@ from typing import TypeVar
 import pytest
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, StoreError
-from elasticrt.rendezvous.decision import File, Halt, Me, Rejoin, Wait
-from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.decision import Halt, Me, Rejoin, Wait, WriteReport
+from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import Generation, Keys, Report, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Pause, Read, Transact
+from elasticrt.rendezvous.requests import Conversation, Grant, Pause, ProbeOwner, Read, Transact
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored
 from elasticrt.spec import RunSpec
@@ -32,7 +32,7 @@ from tests.memory_store import MemoryServer, MemoryStore
 T = TypeVar("T")
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
-HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
+HOW = JoinOptions(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
 EMPTY = RangeRead((), 1, "store")
 
 
@@ -84,7 +84,7 @@ def test_an_agent_of_the_same_name(said: list[str], waits: int) -> None:
             answer: object = None
             if isinstance(request, Grant):
                 answer = Lease(7, 5.0)
-            elif isinstance(request, AskOwner):
+            elif isinstance(request, ProbeOwner):
                 answer, now = next(answers), now + 1.0
             elif isinstance(request, Read):
                 answer = RangeRead((key,) if key.key.startswith(request.range) else (), 4, "store")
@@ -112,7 +112,7 @@ def test_a_newcomer_ends_when_etcd_has_not_answered_for_long_enough() -> None:
 def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     """After a request without an answer, and after a lease in doubt; too long an outage ends the member."""
     member = _member([])
-    assert member.failed(StoreUnavailable("silence"), 10.0) == 10.5
+    assert member.note_failure(StoreUnavailable("silence"), 10.0) == 10.5
     assert not member.outage.is_due(10.4)
     assert member.outage.is_due(10.5)
     assert member.decide(910.1) == Halt("etcd has not answered for 900 s", EXIT_STORE)
@@ -126,13 +126,13 @@ def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
     """People are told once."""
     said: list[str] = []
     member = _member(said)
-    assert member.failed(StoreFull("no space"), 10.0) == 10.5
-    assert member.failed(StoreFull("no space"), 10.5) == 11.0
+    assert member.note_failure(StoreFull("no space"), 10.0) == 10.5
+    assert member.note_failure(StoreFull("no space"), 10.5) == 11.0
     assert len(said) == 1
     with pytest.raises(StoreFull):
-        member.failed(StoreFull("no space"), 910.1)
-    member.outage.not_refused()
-    assert member.failed(StoreFull("no space"), 920.0) == 920.5
+        member.note_failure(StoreFull("no space"), 910.1)
+    member.outage.note_write()
+    assert member.note_failure(StoreFull("no space"), 920.0) == 920.5
 
 
 def test_a_life_that_was_left_out_is_followed_by_another() -> None:
@@ -181,7 +181,7 @@ def test_a_report_without_an_answer_never_replaces_the_next_one(arrives: str) ->
     store, keys = MemoryStore(MemoryServer(lambda: 0.0)), Keys("run")
     member = _member([])
     first, last = (
-        File(status, Report(generation=1, node="n0", incarnation="a" * 16, status=status))
+        WriteReport(status, Report(generation=1, node="n0", incarnation="a" * 16, status=status))
         for status in ("holding", "held")
     )
     filing = member.carry_out(first)
@@ -210,8 +210,8 @@ def test_a_report_is_not_filed_in_a_store_that_has_begun_anew() -> None:
         Txn((), (Put(keys.generation, generation.encode()), Put(keys.member("n0"), member.me.record.encode())))
     )
     _sent(member.replica.refresh(), store)
-    assert member.view.number == 1
-    decision = File("failed", Report(generation=1, node="n0", incarnation="a" * 16, status="holding"))
+    assert member.view.generation_number == 1
+    decision = WriteReport("failed", Report(generation=1, node="n0", incarnation="a" * 16, status="holding"))
     filing = member.carry_out(decision)
     next(filing)
     with pytest.raises(StoreUnavailable):

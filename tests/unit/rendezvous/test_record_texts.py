@@ -221,10 +221,10 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     driver = StoreDriver(store, lambda _: None, time, grant=lambda: store.grant(5.0))
     known = Replica("n0", keys, lambda _: None)
     driver.run(known.refresh())
-    assert known.view.leads
+    assert known.view.is_leader
     store.commit(Txn((), (Put(keys.prefix + key, b"\xff no record"),)))
     fresh = Replica("n0", keys, lambda _: None)
-    fresh.view = replace(known.view, read_at={})
+    fresh.view = replace(known.view, read_revisions={})
     if key in OWN:
         with pytest.raises(StoreError, match=rf"has been overwritten \({keys.prefix + key}\)"):
             driver.run(fresh.refresh())

@@ -12,7 +12,7 @@ from elasticrt import events
 from elasticrt.cli.change_run import _consequence
 from elasticrt.cli.live_run import LiveRun
 from elasticrt.cli.status import show
-from elasticrt.rendezvous.leader_context import how_gone
+from elasticrt.rendezvous.leader_context import describe_loss
 from elasticrt.rendezvous.records import Generation, Keys, Member, SpecRecord
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Put, Txn
@@ -157,7 +157,7 @@ def test_the_silence_of_a_node_is_in_its_evidence() -> None:
     """The story knows it by the leader's words."""
     seat = SimpleNamespace(node="b", incarnation="b" * 16)
     view = SimpleNamespace(members={}, reports={}, verdicts={"b" * 16: SimpleNamespace(kind="silent")})
-    assert SILENT in how_gone(view, seat)
+    assert SILENT in describe_loss(view, seat)
 
 
 def test_the_wait_is_said_at_once() -> None:

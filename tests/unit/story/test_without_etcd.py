@@ -125,8 +125,9 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
     new = SimpleNamespace(number=2, attempt=1, nodes=1, world_size=1, cause="start", waits=False)
     a = SimpleNamespace(node="a", incarnation="a" * 16)
     view = SimpleNamespace(
-        generation=SimpleNamespace(record=new), number=2, roster_known=True, seat_of=lambda *_: None, order=lambda: [a],
-        members={"a": SimpleNamespace(record=SimpleNamespace(incarnation=a.incarnation, generation=2))}, oldest="a",
+        generation=SimpleNamespace(record=new), generation_number=2, roster_known=True,
+        seat_of=lambda *_: None, seats_in_rank_order=lambda: [a], leader_node="a",
+        members={"a": SimpleNamespace(record=SimpleNamespace(incarnation=a.incarnation, generation=2))},
         seats={"a": a},
     )  # fmt: skip
     me = SimpleNamespace(record=SimpleNamespace(node="b", incarnation="b" * 16), attempt=1)

@@ -24,7 +24,7 @@ def _seen(report) -> object:
     key = KEYS.report(report.generation, report.node)
     event = Event(key, KeyValue(key, report.encode(), 5, 5), 5)
     view = apply(View("node-0"), KEYS, [event], 0.0)
-    return view.filed[key].record if key in view.filed else None
+    return view.reports_by_key[key].record if key in view.reports_by_key else None
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
