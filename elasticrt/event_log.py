@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elasticrt import events
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.room import give_room_back, keep_room
+from elasticrt.ipc.reserved_space import release_space, reserve_space
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class EventLog:
             with contextlib.suppress(OSError):
                 if self._since is not None:
                     self._last_words()
-                give_room_back(self._file)
+                release_space(self._file)
             self._end()
 
     def _tell(self, record: events.Record) -> None:
@@ -283,7 +283,7 @@ class EventLog:
             while self._backlog.lines and (resumes or self._since is None):
                 _, lines = self._backlog.lines[0]
                 # The room for last words is reserved before each line, because later the disk may have none.
-                keep_room(self._file, len(lines) + ROOM_BYTES)
+                reserve_space(self._file, len(lines) + ROOM_BYTES)
                 self._append(lines)
                 self._backlog.take()
             if resumes and self._since is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Copied, Message, Own, Reply, Save
+from elasticrt.ipc.messages import Copied, Message, OpenDirectory, Reply, Save
 
 
 def forget() -> None:
@@ -46,7 +46,7 @@ class Agent:
 
     def fenced(self, message: Message) -> Reply | None:
         """What the transaction would say."""
-        if isinstance(message, Own):
+        if isinstance(message, OpenDirectory):
             refusal = "taken" if self.taken else ""
             data = self.heads.get(message.place, {})
             return Reply(message.request, ok=not self.taken, reason=self.taken, data=data, refusal=refusal)

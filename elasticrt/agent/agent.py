@@ -20,7 +20,7 @@ from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.doing import doing
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop, Side
+from elasticrt.agent.event_loop import EventLoop, WorkerSide
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import CLOSE_S, Membership
@@ -65,7 +65,7 @@ from elasticrt.run_options import RunOptions
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class Positions:
     by_node: Mapping[str, Mapping[str, object]]
 
 
-class Agent(Side):
-    """One node's agent: `run` lasts until the agent's exit code. To its event loop the agent is a `Side`.
+class Agent(WorkerSide):
+    """One node's agent: `run` lasts until the agent's exit code. To its event loop the agent is a `WorkerSide`.
 
     Args:
         settings: this node's own options.
@@ -118,7 +118,7 @@ class Agent(Side):
         self.clock = edges.clock
         self.loop = EventLoop(settings.run_id, self, edges)
         self.queue = self.loop.queue
-        self.node: Supervisor = edges.supervisor(
+        self.supervisor: Supervisor = edges.supervisor(
             settings, self.queue.put, self.console.events, self.console.warn, edges
         )
         self.membership: Membership
@@ -128,7 +128,7 @@ class Agent(Side):
         # Until when this node waits for its handover before it leaves without one; None while it is not draining.
         self.drain_until: float | None = None
         # Whether this node leaves because it could not hand over in time.
-        self.late = False
+        self.drain_timed_out = False
         # When to warn if no other node has come; None: never.
         self.alone_at: float | None = None
         # Whether a signal has come while this node was leaving already: workers then get no more time to end.
@@ -136,11 +136,11 @@ class Agent(Side):
         # Since when etcd has not answered, as far as an event has told it; None while etcd answers.
         self.away_since: float | None = None
         # The newest checkpoint that this node has committed.
-        self.saved: Commit | None = None
+        self.last_commit: Commit | None = None
         self.last_signal = signal.SIGTERM
         # The signals that have come, and those that the loop has handled. Only the signal handler writes the first
         # count, and only the loop the second: a count that both wrote could lose a signal.
-        self._signals = self._heeded = 0
+        self._signals = self._signals_done = 0
         self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
@@ -152,22 +152,22 @@ class Agent(Side):
         for number in self.settings.options.signals:
             # Under nohup SIGHUP is ignored, and has to stay so.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._told)
+                signal.signal(number, self._on_signal)
         code = EXIT_BUG
         self.loop.watch_threads()
         try:
             # Importing torch takes longest, so the worker parent starts first.
-            self.node.open()
+            self.supervisor.open()
             self.console.open_last_line()
             for note in self.settings.options.notes:
                 self.console.warn(note)
             self._answer_for_health()
-            code = self.work()
+            code = self.join_and_run()
         except ElasticError as error:
             code = error.exit_code
             raise
         finally:
-            self.node.close()
+            self.supervisor.close()
             if self.health is not None:
                 self.health.close()
             self.console.stopped(code)
@@ -183,11 +183,11 @@ class Agent(Side):
         self.queue.put(signal.Signals(number))
         self._signals += 1
 
-    def _told(self, number: int, _frame: object) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal. The second one sets an alarm, so that the agent ends even if etcd does not answer."""
         self.tell_to_leave(number)
         # Not left to the loop, which may be waiting for etcd: some schedulers send the same signal to the workers.
-        self.node.told_to_leave()
+        self.supervisor.told_to_leave()
         # With --signals the user may have made SIGALRM a signal to leave. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
@@ -199,10 +199,10 @@ class Agent(Side):
         tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
-    def work(self) -> int:
+    def join_and_run(self) -> int:
         """Join the run, take part in it, and leave it. Returns the exit code."""
         self.membership = Membership(
-            self.settings, self.queue, self.edges, told_to_leave=lambda: self._signals > self._heeded
+            self.settings, self.queue, self.edges, told_to_leave=lambda: self._signals > self._signals_done
         )
         try:
             return self._end(self.loop.take_part()) if self._join() else EXIT_OK
@@ -217,28 +217,28 @@ class Agent(Side):
         """This agent's member of the run. Not set before the agent begins to join."""
         return self.loop.member
 
-    # The loop's `Side`.
+    # The loop's `WorkerSide`.
 
     def do_what_is_due(self, now: float) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         member, view, node = self.member, self.member.view, self.member.me.record.node
-        self._attend()
+        self._set_up_beside()
         elsewhere = [other for other in view.ended_nodes if other != node]
-        self.node.do_what_is_due(now, elsewhere, leaves=member.me.record.draining, unagreed=self._unagreed)
+        self.supervisor.do_what_is_due(now, elsewhere, leaves=member.me.record.draining, unagreed=self._unagreed)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            self.late = True
+            self.drain_timed_out = True
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
             member.me = replace(member.me, leave_reason=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if view.is_leader and len(view.members) == 1:
                 self.console.warn(self.settings.alone)
-        self.console.generation(view, member.me, self.node.stands_by)
+        self.console.announce_standby(view, member.me, self.supervisor.stands_by)
         if self.console.narrates:
-            at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
-            self.console.tick(now, at, self.node.progress.step(), view.head)
+            at = doing(member.me, view, self._decision, workers=self.supervisor.doing(), drain_until=self.drain_until)
+            self.console.tick(now, at, self.supervisor.progress.step(), view.head)
 
     @property
     def _unagreed(self) -> str:
@@ -249,17 +249,17 @@ class Agent(Side):
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask other agents for their workers' positions, if it is time. Their answers arrive as one `Positions`."""
-        generation = self.node.asks_for_positions(now)
+        generation = self.supervisor.asks_for_positions(now)
         if generation:
             view = self.member.view
             nodes = {seat.node: seat.address for seat in view.seats_in_rank_order()}
             self.loop.prober.ask_for_workers(
-                whom_to_ask(view, first=self.node.is_first),
+                whom_to_ask(view, first=self.supervisor.is_first),
                 lambda found: self.queue.put(Positions(generation, nodes, found)),
                 view.witnesses,
             )
 
-    def _attend(self) -> None:
+    def _set_up_beside(self) -> None:
         """Let the workers that this node lacks set up beside a generation whose workers go on in place."""
         me, view = self.member.me, self.member.view
         if view.generation is None or not view.roster_known or me.leave_reason or me.record.draining:
@@ -269,10 +269,10 @@ class Agent(Side):
         seated = seat is None or me.started_generation >= view.generation_number
         if seated and others_go_on(view, me.record.node):
             generation = view.generation.record
-            self.node.attend(generation, generation.nodes if seat is None else seat.index)
+            self.supervisor.set_up_beside(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`.
+        """See `WorkerSide`.
 
         The leader's member key also tells what only the leader sees: on which nodes workers have ended, and that the
         other nodes' workers go on in place. The next generation's record repeats the latter, and then the key need not.
@@ -283,10 +283,10 @@ class Agent(Side):
         ended = view.ended_nodes[:2] if view.is_leader else ()
         if (goes_on, ended) != (me.record.goes_on, me.record.ended):
             me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on, "ended": ended}))
-        return self.node.describe(me, now)
+        return self.supervisor.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
-        """See `Side`. Renews the state from which the health port answers."""
+        """See `WorkerSide`. Renews the state from which the health port answers."""
         self._decision = decision
         self._note_etcd()
         if isinstance(decision, AdoptSpec):
@@ -294,14 +294,14 @@ class Agent(Side):
         if self.health is None:
             return
         member, now = self.member, self.clock.monotonic()
-        self.health.noted = health_state.member(
+        self.health.state = health_state.member(
             member.me,
             member.view,
             member.outage,
             now,
             story=self.console.story,
-            told_at=now + self.console.zero,
-            step=self.node.progress.step(),
+            told_at=now + self.console.clock_offset_s,
+            step=self.supervisor.progress.step(),
             answer_s=self.loop.session.answer_s,
         )
 
@@ -314,54 +314,54 @@ class Agent(Side):
         if not fresh and (self.away_since is not None) == bool(outage.problem):
             return
         since, problem, now = self.away_since or outage.since, "" if fresh else outage.problem, self.clock.monotonic()
-        etcd = ",".join(map(str, self.membership.meeting.endpoints)) if fresh else ""
+        etcd = ",".join(map(str, self.membership.open_store.endpoints)) if fresh else ""
         self.console.events.write(events.EtcdAway(round(now - since, 1) if since else 0.0, problem, fresh, etcd))
         self.away_since = since if problem else None
 
     def alarms(self, now: float) -> Iterable[float]:
-        """See `Side`."""
-        alarms = [self.drain_until, self.alone_at, *self.node.alarms(), *self.console.alarms(now)]
+        """See `WorkerSide`."""
+        alarms = [self.drain_until, self.alone_at, *self.supervisor.alarms(), *self.console.alarms(now)]
         if self.health is not None:
-            alarms.append(self.health.noted.turned_at + TURN_S)
+            alarms.append(self.health.state.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         if self.settings.options.fresh and not self.member.me.started_generation and generation.resume is not None:
-            self.console.left_out_fresh(generation.resume.reached)
-        self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.seats_in_rank_order()))
+            self.console.fresh_ignored(generation.resume.reached)
+        self.supervisor.run(generation, seat, tuple(seat.node for seat in self.member.view.seats_in_rank_order()))
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         match decision:
             case Hold(_, handover):
-                self.node.hold(handover)
+                self.supervisor.hold(handover)
             case Go(_, step, save):
-                self.node.go(step, save=save)
+                self.supervisor.go(step, save=save)
             case ReleaseHold():
-                self.node.release()
+                self.supervisor.release()
 
     def handle(self, event: Any) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         match event:
             case signal.Signals():
-                self._heeded += 1
-                self._signalled(event)
-            case WorkerSaid(message=message) if isinstance(message, Request):
+                self._signals_done += 1
+                self._leave_on_signal(event)
+            case WorkerMessage(message=message) if isinstance(message, Request):
                 self._ask_store(event)
             case Commit():
-                self.saved, took_s = event, round(self.node.saving_s(), 3)
+                self.last_commit, took_s = event, round(self.supervisor.saving_s(), 3)
                 self.console.committed(events.Committed(event.reached, event.generation, event.size, took_s))
-            case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
-                self.node.fold(event)
-                if isinstance(event, WorkerSaid) and isinstance(event.message, Step):
-                    self.console.heard(event.generation, event.rank, event.message)
-                if self.node.misfit is not None and not self._leaves:
+            case Warm() | ParentLost() | WorkerStarted() | WorkerMessage() | WorkerEnded() | GroupEnded():
+                self.supervisor.fold(event)
+                if isinstance(event, WorkerMessage) and isinstance(event.message, Step):
+                    self.console.note_step(event.generation, event.rank, event.message)
+                if self.supervisor.misfit is not None and not self._is_leaving:
                     self._begin_to_leave("the script of this node is not the run's")
             case Stacks():
-                self.node.stalled(event)
+                self.supervisor.stalled(event)
             case Positions(generation, nodes, by_node):
-                self.node.blame(generation, nodes, by_node)
+                self.supervisor.find_culprit(generation, nodes, by_node)
 
     # Joining.
 
@@ -371,11 +371,11 @@ class Agent(Side):
             return
         # While the agent joins, its loop does not go round yet. It may wait for etcd, then for its turn to register.
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
-        noted = health_state.HealthState(
+        state = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
-        self.health = HealthServer(*self.settings.options.health, noted)
-        self.console.events.follow(self.health.tell)
+        self.health = HealthServer(*self.settings.options.health, state)
+        self.console.events.follow(self.health.fold)
         self.console.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
@@ -383,17 +383,17 @@ class Agent(Side):
 
         Raises ConfigError, DuplicateError, StoreError.
         """
-        settings, address = self.settings, self.membership.meeting.address
+        settings, address = self.settings, self.membership.open_store.address
         self.probes = self.edges.probe_server(
             self.loop.prober,
             address,
             settings.run_id,
             lambda: (self.member.me.record.incarnation, self.member.me.started_generation),
-            self._known,
-            lambda: self.node.hangs.search.said,
+            self._known_seats,
+            lambda: self.supervisor.hangs.search.answer,
         )
         # Bound before ranks are agreed on: the member key announces the port, which rank 0's store will use.
-        self.node.seating.ports.bind(address)
+        self.supervisor.seating.ports.bind(address)
         record = MemberRecord(
             node=settings.node,
             incarnation=self.edges.token(),
@@ -401,7 +401,7 @@ class Agent(Side):
             pid=os.getpid(),
             workers=settings.workers,
             probe_port=self.probes.port,
-            port=self.node.seating.ports.port,
+            port=self.supervisor.seating.ports.port,
             drain_s=settings.options.drain_timeout_s,
             node_rank=settings.options.node_rank,
         )
@@ -420,14 +420,14 @@ class Agent(Side):
             self.console.nothing_to_do(result)
             return False
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
-        self.console.joined(self.member.me, self.membership.meeting)
+        self.console.joined(self.member.me, self.membership.open_store)
         if self.health is not None:
             self.console.events.write(events.Health(url=self.health.url))
         if settings.alone:
             self.alone_at = self.clock.monotonic() + ALONE_S
         return True
 
-    def _known(self) -> Iterable[Seat]:
+    def _known_seats(self) -> Iterable[Seat]:
         """The seats of the present generation that this agent knows. Any thread may call this.
 
         In a large run an agent reads only its own chunk of the roster, but it knows the leader's address by its key.
@@ -438,14 +438,14 @@ class Agent(Side):
         leader = view.members.get(view.leader_node or "")
         return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
-    def left_out(self, reason: str) -> bool:
-        """See `Side`. Kills the workers, and waits up to KILLED_S for their end.
+    def end_before_rejoin(self, reason: str) -> bool:
+        """See `WorkerSide`. Kills the workers, and waits up to KILLED_S for their end.
 
         A worker of the old incarnation must do nothing after the new one has registered.
         """
-        self.node.kill()
+        self.supervisor.kill()
         deadline = self.clock.monotonic() + KILLED_S
-        while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
+        while not self.supervisor.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
             try:
                 self.loop.handle(self.queue.get(timeout=left))
             except queue.Empty:
@@ -456,7 +456,7 @@ class Agent(Side):
     # The store.
 
     def revive_store(self) -> None:
-        """See `Side`.
+        """See `WorkerSide`.
 
         An embedded etcd is not durable. When it dies, the run goes on from the newest checkpoint on disk. The embedded
         etcd also ends with the run: an agent that was stopped by a signal meanwhile finds it gone, and reads the run's
@@ -472,16 +472,16 @@ class Agent(Side):
         self.console.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
         )
-        self.node.kill()
+        self.supervisor.kill()
         self.membership.open_fresh(self.member)
         self._note_etcd(fresh=True)
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
 
     def published(self, decision: Publish, before: View) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         self.console.published(decision, before)
 
-    def _ask_store(self, said: WorkerSaid) -> None:
+    def _ask_store(self, said: WorkerMessage) -> None:
         """Pass a worker's request on to the store proxy, with the record of the worker's generation as its fence."""
         member, request = self.member, said.message
         view, me = member.view, member.me
@@ -512,11 +512,11 @@ class Agent(Side):
         Raises CheckpointError if the script of this node is not the run's, and the error of `halted` after a Halt.
         """
         if self.health is not None:
-            noted, limit_s = self.health.noted, self.settings.stop_timeout_s + health_state.LIVE_S
-            self.health.noted = replace(noted, phase="ending", turned_at=self.clock.monotonic(), limit_s=limit_s)
+            state, limit_s = self.health.state, self.settings.stop_timeout_s + health_state.LIVE_S
+            self.health.state = replace(state, phase="ending", turned_at=self.clock.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):
-                self.node.finish(END_GRACE_S, well=result.status == "succeeded")
+                self.supervisor.finish(END_GRACE_S, well=result.status == "succeeded")
                 self.console.ended(result, leads=self.member.view.is_leader)
                 self.membership.leave(self.member)
                 return result.code
@@ -524,7 +524,7 @@ class Agent(Side):
                 self.console.close_last_line()
                 self.console.events.write(events.Leaves(decision.reason))
                 self.console.say(f"leaving: {decision.reason}", "leaving")
-                reached, away = self.node.progress.reached, self.member.outage.since is not None
+                reached, away = self.supervisor.progress.reached, self.member.outage.since is not None
                 unagreed = away or self.member.me.record.draining
                 if unagreed and not decision.save_step and not decision.others_go_on:
                     # No node goes on with the state, and the nodes did not agree in time on the step to save. So the
@@ -532,39 +532,39 @@ class Agent(Side):
                     decision = replace(decision, save_step=reached)
                 # Before the member key is deleted: as soon as all keys are gone, `elasticrt stop` reads the last step
                 # from the event log.
-                self.node.progress.remember()
-                self.node.progress.tell()
+                self.supervisor.progress.note_last_step()
+                self.supervisor.progress.write()
                 self.membership.leave(self.member, seat_too=True)
                 # A signal that the user added with --signals means something to the script, so the workers get that
                 # signal too. The usual ones become SIGTERM.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
-                saves = decision.save_step > 0 and self.node.is_first
-                self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
+                saves = decision.save_step > 0 and self.supervisor.is_first
+                self.supervisor.stop(self.settings.stop_timeout_s, self._poll_while_leaving, passed_on)
                 self.membership.proxy.close(CLOSE_S)
                 # Fold a commit that the proxy has just finished: below, the agent says which steps are saved.
-                self._impatient()
-                late_after = reached if self.late or away else 0
+                self._poll_while_leaving()
+                late_after = reached if self.drain_timed_out or away else 0
                 asks = saves or late_after or self.console.narrates
-                head, known = self._newest() if asks else (None, False)
+                head, known = self._newest_checkpoint() if asks else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.save_step)
-                if self.node.misfit is None or decision.save_step:
+                if self.supervisor.misfit is None or decision.save_step:
                     self.console.left(decision, head, lost=lost, late_after=late_after, known=known or away)
-                if self.node.misfit is not None:
-                    raise CheckpointError(self.node.misfit.summary)
+                if self.supervisor.misfit is not None:
+                    raise CheckpointError(self.supervisor.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED
             case Halt():
-                self.node.kill()
+                self.supervisor.kill()
                 self.membership.leave(self.member)
                 raise halted(decision, self.settings.run_id)
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _leave_on_signal(self, number: signal.Signals) -> None:
         """Begin to leave because of the signal `number`. If this node is leaving already, end every wait."""
         self.last_signal = number
-        self.hurry = self.hurry or self._leaves
+        self.hurry = self.hurry or self._is_leaving
         self._begin_to_leave(f"{number.name} received")
 
     @property
-    def _leaves(self) -> bool:
+    def _is_leaving(self) -> bool:
         """Whether this node is leaving the run, at once or after a handover."""
         return self.member.me.record.draining or bool(self.member.me.leave_reason)
 
@@ -574,25 +574,25 @@ class Agent(Side):
         A handover needs etcd. Without an answer from etcd the handover waits, for `drain_timeout_s` at most.
         """
         member = self.member
-        if self._leaves:
+        if self._is_leaving:
             member.me = replace(member.me, leave_reason=member.me.leave_reason or reason)
         else:
             self.drain(reason)
 
     def drain(self, reason: str) -> None:
-        """See `Side`. Gives the handover `drain_timeout_s` seconds.
+        """See `WorkerSide`. Gives the handover `drain_timeout_s` seconds.
 
         A node whose workers cannot hand over, and which holds no copy of the state, has nothing to give: it leaves at
         once.
         """
-        if not (self.node.progress.can_hand_over() or self.node.seating.memory.newest):
+        if not (self.supervisor.progress.can_hand_over() or self.supervisor.seating.memory.newest):
             self.member.me = replace(self.member.me, leave_reason=reason)
             return
         self.console.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
 
-    def _newest(self) -> tuple[Commit | None, bool]:
+    def _newest_checkpoint(self) -> tuple[Commit | None, bool]:
         """The newest committed checkpoint that this node knows, and whether it is certainly the newest of the run.
 
         If etcd does not answer, another node may have committed a newer one, unless this node is alone in its
@@ -609,10 +609,10 @@ class Agent(Side):
             log.warning("what is saved is not known: %s", error)
             answered = False
         head = heard.head.record if heard.head else None
-        known = [each for each in (found, self.saved, head, before) if each is not None]
+        known = [each for each in (found, self.last_commit, head, before) if each is not None]
         return max(known, key=lambda each: each.reached, default=None), answered or alone
 
-    def _impatient(self) -> bool:
+    def _poll_while_leaving(self) -> bool:
         """Handle the queued events that matter while this node leaves. Returns whether a second signal has come.
 
         These are the ends of workers, their requests to the store, and commits.
@@ -620,7 +620,7 @@ class Agent(Side):
         while not self.queue.empty():
             event = self.queue.get_nowait()
             self.hurry = self.hurry or isinstance(event, signal.Signals)
-            asks = isinstance(event, WorkerSaid) and isinstance(event.message, Request)
+            asks = isinstance(event, WorkerMessage) and isinstance(event.message, Request)
             if asks or isinstance(event, WorkerEnded | GroupEnded | Commit):
                 self.handle(event)
         return self.hurry

@@ -16,7 +16,7 @@ from elasticrt import events
 from elasticrt.agent.doing import SHOWN_AFTER_S, Doing, in_words
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.last_line import LastLine, fits
-from elasticrt.agent.store_discovery import Meeting
+from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
@@ -29,7 +29,7 @@ from elasticrt.rendezvous.records import Generation, Result
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.settings import Settings
 from elasticrt.story import sentences
-from elasticrt.story.changes import Changes, Told
+from elasticrt.story.changes import Changes, Sentence
 from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import summary
 from elasticrt.story.sentences import to_go_on
@@ -68,16 +68,16 @@ class Console:
         self._settings = settings
         self._how_to_join = edges.how_to_join
         # Whether stderr can no longer be written.
-        self._unheard = False
+        self._is_closed = False
         self._joined = False
         # The newest generation without this node that was printed.
-        self._stood_by = 0
+        self._announced_standby = 0
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
         self.story = Story()
         self._changes = Changes(self.story, whole=False)
         # Sentences to print at the next `tick`.
-        self._told: list[Told] = []
-        self.events.follow(self._hear)
+        self._due_sentences: list[Sentence] = []
+        self.events.follow(self._fold)
         self._last_line: LastLine | None = None
         self._draw_at = self._goodput_at = 0.0
         self._goodput = 0.0
@@ -91,7 +91,7 @@ class Console:
     @property
     def narrates(self) -> bool:
         """Whether lines are printed: not with --events-fd, whose reader gets events, nor once stderr is closed."""
-        return self._settings.options.events_fd < 0 and not self._unheard
+        return self._settings.options.events_fd < 0 and not self._is_closed
 
     def say(self, text: str, kind: str = "said", *, level: str = "info", **fields: Any) -> None:
         """Print `text`, each line with the prefix `elasticrt: `.
@@ -107,21 +107,21 @@ class Console:
         else:
             lines = "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines())
         try:
-            self._unheard = not write(sys.stderr, lines)
+            self._is_closed = not write(sys.stderr, lines)
         # A full disk or a closed terminal must not end the run.
         except Unwritable:
-            self._unheard = True
+            self._is_closed = True
 
     def warn(self, text: str) -> None:
         """Print a warning."""
         self.say(text, "warning", level="warning")
 
-    def _hear(self, record: events.Record) -> None:
+    def _fold(self, record: events.Record) -> None:
         """Fold an event that this agent writes, and note the sentences that it brings."""
-        told = self._changes.tell(record)
-        self._told += told if self.narrates else []
+        told = self._changes.fold(record)
+        self._due_sentences += told if self.narrates else []
 
-    def heard(self, generation: int, rank: int, step: Step) -> None:
+    def note_step(self, generation: int, rank: int, step: Step) -> None:
         """Note a `step` of a worker in the story.
 
         Only rank 0's node writes steps as events. On any other node, the steps of its lowest rank keep the last line
@@ -129,25 +129,29 @@ class Console:
         """
         newest, ranks = self.story.workers.get(self._node, (0, {}))
         if generation == newest and ranks and 0 < rank == min(ranks):
-            self._note(events.Step(generation, step.step, step.epoch, step.scalars), step.at_ns / 1e9)
+            self._fold_unwritten(events.Step(generation, step.step, step.epoch, step.scalars), step.at_ns / 1e9)
 
-    def _saw(self, head: Stored[Commit] | None, now: float) -> None:
+    def _note_checkpoint(self, head: Stored[Commit] | None, now: float) -> None:
         """Note a new checkpoint of the run in the story. Only rank 0's node writes it as an event."""
         nonce = head.record.nonce if head is not None else ""
         if head is not None and nonce != self._head and self.story.chapters:
             _, ranks = self.story.workers.get(self._node, (0, {}))
             if ranks and 0 not in ranks:
-                self._note(events.Committed(head.record.reached, head.record.generation, head.record.size), now)
+                self._fold_unwritten(
+                    events.Committed(head.record.reached, head.record.generation, head.record.size), now
+                )
         self._head = nonce
 
-    def _saved(self, step: int) -> None:
+    def _note_saved(self, step: int) -> None:
         """Note in the story up to which `step` the run is saved: a node that stands by has not heard of all commits."""
         if self.story.chapter is not None and step > self.story.checkpoint:
-            self._note(events.Committed(step, self.story.chapter.number), self.story.last - self.zero)
+            self._fold_unwritten(
+                events.Committed(step, self.story.chapter.number), self.story.last - self.clock_offset_s
+            )
 
-    def _note(self, event: events.Event, at: float) -> None:
+    def _fold_unwritten(self, event: events.Event, at: float) -> None:
         """Fold an event of another node at `at`, in seconds of the monotonic clock, without writing it."""
-        self.story.tell(events.Record(event, self._node, at, at + self.zero))
+        self.story.fold(events.Record(event, self._node, at, at + self.clock_offset_s))
 
     # The last line of a terminal.
 
@@ -177,7 +181,7 @@ class Console:
             step: the last step that this node's workers have finished; None if unknown.
             head: the newest checkpoint of the run.
         """
-        self._saw(head, now)
+        self._note_checkpoint(head, now)
         # Another wait begins to count. A change of `more` alone is the same wait.
         if self._doing is None or doing is None or doing.what != self._doing.what:
             self._doing_since = now
@@ -191,12 +195,12 @@ class Console:
                 self.say(words, "waiting")
         if self._last_line is not None and now >= self._draw_at:
             self._draw_at = now + DRAWN_EVERY_S
-            self._last_line.draw("  ".join(filter(None, (words, self._standing(now, step)))))
+            self._last_line.draw("  ".join(filter(None, (words, self._state_line(now, step)))))
 
     def alarms(self, now: float) -> list[float]:
         """The times after `now` at which `tick` is due, in seconds of the monotonic clock."""
         due = self._changes.due() if self.narrates else None
-        found = [due - self.zero] if due is not None else []
+        found = [due - self.clock_offset_s] if due is not None else []
         if self.narrates and self._doing is not None and self._doing.for_people:
             found.append(self._doing_since + SHOWN_AFTER_S)
         if self._last_line is not None:
@@ -204,7 +208,7 @@ class Console:
         return [at for at in found if at > now]
 
     @property
-    def zero(self) -> float:
+    def clock_offset_s(self) -> float:
         """What to add to a time of the monotonic clock to get the story's time, which is seconds since 1970."""
         first = self.story.lives[0] if self.story.lives else None
         return first.begin - first.started_at if first is not None else 0.0
@@ -212,9 +216,9 @@ class Console:
     def _say_changes(self, now: float) -> None:
         # A millisecond more than `now`: the sum is rounded, and an alarm that comes a little too early is not set
         # again.
-        told, self._told = [*self._told, *self._changes.tick(now + self.zero + 1e-3)], []
+        told, self._due_sentences = [*self._due_sentences, *self._changes.tick(now + self.clock_offset_s + 1e-3)], []
         for chapter, text in told:
-            # `generation` has printed this generation when it began.
+            # `announce_standby` has printed this generation when it began.
             if self._node not in chapter.nodes:
                 continue
             generation, pids = self.story.workers.get(self._node, (0, {}))
@@ -228,17 +232,17 @@ class Console:
             fields["change"] = chapter.kind
             self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
 
-    def _standing(self, now: float, step: int | None) -> str:
+    def _state_line(self, now: float, step: int | None) -> str:
         """The state of the run in words, for the last line."""
-        story, at = self.story, now + self.zero
+        story, at = self.story, now + self.clock_offset_s
         newest = max(story.newest, step or 0)
         if newest and now >= self._goodput_at:
             self._goodput_at, self._goodput = now + GOODPUT_SHARE * (at - story.begin), story.goodput(at)
         return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
 
-    def joined(self, me: Me, meeting: Meeting) -> None:
-        """Say that this agent has become a member, in the etcd of `meeting`, and how other nodes can join."""
-        settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
+    def joined(self, me: Me, store: OpenStore) -> None:
+        """Say that this agent has become a member, in the etcd of `store`, and how other nodes can join."""
+        settings, etcd, name = self._settings, ",".join(map(str, store.endpoints)), me.record.node
         self.events.rename(name)
         self._node, self._joined = name, True
         started = events.AgentStarted(
@@ -253,10 +257,10 @@ class Console:
         self.events.write(started)
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
-            for line in self._how_to_join(settings, me.spec, meeting):
+            for line in self._how_to_join(settings, me.spec, store):
                 self.say(line)
 
-    def left_out_fresh(self, step: int) -> None:
+    def fresh_ignored(self, step: int) -> None:
         """Say that --fresh is ignored and the run goes on from `step`: no node may discard others' work."""
         self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
@@ -284,12 +288,12 @@ class Console:
             if seat.incarnation not in stay and not lives and how != "left":
                 self.events.write(events.MemberLost(lost=seat.node, how=f"{seat.node} {how}"))
 
-    def generation(self, view: View, me: Me, tell: Callable[[Generation, tuple[str, ...]], None]) -> None:
+    def announce_standby(self, view: View, me: Me, tell: Callable[[Generation, tuple[str, ...]], None]) -> None:
         """Say once that the generation of `view` runs without this node, `me`, which stands by.
 
         `tell` takes that generation and the names of its nodes. Generations with this node are printed from the story.
         """
-        if view.generation is None or view.generation_number <= self._stood_by or not view.roster_known:
+        if view.generation is None or view.generation_number <= self._announced_standby or not view.roster_known:
             return
         new, seat = view.generation.record, view.seat_of(me.record)
         # No node stands by for a generation of an earlier attempt.
@@ -300,7 +304,7 @@ class Console:
         # That generation ended before this node joined, and the next one follows.
         if not runs and view.has_no_seated_member:
             return
-        self._stood_by = view.generation_number
+        self._announced_standby = view.generation_number
         tell(new, tuple(seat.node for seat in view.seats_in_rank_order()))
         # Only sentences that are there already: those about the generation before come first.
         self._say_changes(-math.inf)
@@ -328,7 +332,7 @@ class Console:
         # alone. On other nodes the run goes on with the step.
         missed = decision.save_step if lost else late_after if alone else 0
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
-        self._saved(reached)
+        self._note_saved(reached)
         if chapter is not None and missed > max(reached, told):
             self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before it was"))
         self._say_changes(math.inf)
@@ -344,9 +348,9 @@ class Console:
             return
         behind = decision.save_step if reached < decision.save_step else 0
         if lost:
-            stand, why = self.story.stand, ""
+            stand, why = self.story.standstill, ""
             if stand is not None and stand.culprit.ranks:
-                why = f"; {stand.told(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
+                why = f"; {stand.sentence(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
         saved = which_steps_are_saved(reached) if (reached or behind) and not lost else ""
         if behind and not lost:
@@ -363,7 +367,7 @@ class Console:
 
     def ended(self, result: Result, *, leads: bool) -> None:
         """Say the `result` of the run. The node that `leads` also prints the report of a failure."""
-        self._saved(result.step)
+        self._note_saved(result.step)
         self._say_changes(math.inf)
         self.close_last_line()
         # Every agent knows the result. Only the leader prints the report, so that it is there once.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.agent.store_discovery import Meeting, how_to_join, meet
+from elasticrt.agent.store_discovery import OpenStore, how_to_join, open_store
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.clock import Clock
@@ -40,8 +40,8 @@ class Edges:
     queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
     # Makes an incarnation, or a nonce.
     token: Callable[[], str] = lambda: secrets.token_hex(8)
-    meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
-    how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
+    open_store: Callable[[Settings, Callable[[], bool]], OpenStore] = open_store
+    how_to_join: Callable[[Settings, RunSpec, OpenStore], list[str]] = how_to_join
     lease_session: Callable[..., LeaseSession] = LeaseSession
     store_proxy: Callable[..., StoreProxy] = StoreProxy
     prober: Callable[..., Prober] = Prober

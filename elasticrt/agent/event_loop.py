@@ -1,7 +1,7 @@
 """Runs the loop of a member: decide, carry out the decision, wait for events, handle them.
 
 One thread owns all state. Watches, workers, probes and signal handlers only put events into its queue.
-`rendezvous.member` decides. A `Side` does what concerns the workers: an `Agent`, which starts workers itself, or
+`rendezvous.member` decides. A `WorkerSide` does what concerns the workers: an `Agent`, which starts workers itself, or
 torchrun's plug-in (`Participant`), whose workers torchrun starts.
 """
 
@@ -61,7 +61,7 @@ class ThreadDied:
     error: BaseException
 
 
-class Side:
+class WorkerSide:
     """The workers' side of a member's loop: what the loop calls about the workers. Methods with a body are optional."""
 
     def describe(self, me: Me, now: float) -> Me:
@@ -72,7 +72,7 @@ class Side:
         """Start the workers of `generation` in this node's `seat`, once those of the generation before have ended."""
         raise NotImplementedError
 
-    def left_out(self, reason: str) -> bool:
+    def end_before_rejoin(self, reason: str) -> bool:
         """End the workers, because a generation goes on without this incarnation for this `reason`.
 
         Returns whether the workers have ended yet. The member comes back only after that.
@@ -132,7 +132,7 @@ class EventLoop:
     driver: StoreDriver
     session: LeaseSession
 
-    def __init__(self, run_id: str, side: Side, edges: Edges) -> None:
+    def __init__(self, run_id: str, side: WorkerSide, edges: Edges) -> None:
         self.queue = edges.queue()
         self.prober = edges.prober(
             lambda seat, answer, at: self.queue.put(ProbeResult(seat.incarnation, Verdict(answer, at)))
@@ -185,7 +185,7 @@ class EventLoop:
         # While etcd does not answer, other agents may know of a newer generation than this member.
         asked = member.seats_to_ask(now)
         if asked:
-            self.prober.listen(asked, self._run_id, lambda number: self.queue.put(GenerationAnswer(number)))
+            self.prober.ask_for_generation(asked, self._run_id, lambda number: self.queue.put(GenerationAnswer(number)))
         decision = member.decide(now)
         if decision.reason != self._reason:
             log.info("%s: %s", type(decision).__name__, decision.reason)
@@ -242,7 +242,7 @@ class EventLoop:
                 return self._clock.monotonic() + PROBE_S
             case Rejoin():
                 # The event of the workers' end ends this wait.
-                if not side.left_out(decision.reason):
+                if not side.end_before_rejoin(decision.reason):
                     return None
                 self.driver.run(member.carry_out(decision))
             case _:

@@ -52,17 +52,17 @@ class HealthServer:
     Args:
         host: the address, or a name of this machine, at which to listen.
         port: the port; 0 for any free one.
-        noted: the agent's first state.
+        state: the agent's first state.
 
     Attributes:
-        noted: the agent's newest state. The agent replaces it each time its loop goes round.
+        state: the agent's newest state. The agent replaces it each time its loop goes round.
         url: where the server answers.
 
     Raises ConfigError when the address or the port cannot be had.
     """
 
-    def __init__(self, host: str, port: int, noted: HealthState) -> None:
-        self.noted = noted
+    def __init__(self, host: str, port: int, state: HealthState) -> None:
+        self.state = state
         self._names = own_names(host)
         listener = _listen(host, port)
         self.url = f"http://{bracketed(host)}:{listener.getsockname()[1]}"
@@ -77,7 +77,7 @@ class HealthServer:
         self._server = RequestServer(
             self._thread,
             listener,
-            self._asked,
+            self._on_request,
             ends=b"\r\n\r\n",
             bytes_max=REQUEST_MAX_BYTES,
             request_s=REQUEST_S,
@@ -85,17 +85,17 @@ class HealthServer:
         )
         self._server.start()
 
-    def tell(self, record: events.Record) -> None:
+    def fold(self, record: events.Record) -> None:
         """Pass an event to the metrics, on the thread that answers. Any thread may call this."""
         if self._metrics is not None:
-            self._thread.call(partial(self._of_metrics, lambda metrics: metrics.tell(record)))
+            self._thread.call(partial(self._of_metrics, lambda metrics: metrics.fold(record)))
 
     def close(self) -> None:
         """Stop answering. From now on the port refuses connections."""
         self._server.close()
         self._thread.close()
 
-    def _asked(self, client: Client, request: bytes) -> None:
+    def _on_request(self, client: Client, request: bytes) -> None:
         """Answer one HTTP request."""
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
         kind = "application/json"
@@ -103,12 +103,12 @@ class HealthServer:
         if is_foreign(fields_of_request, self._names):
             status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
         elif re.match(rf"(GET|HEAD) {METRICS}[ ?]", line):
-            text = self._of_metrics(lambda metrics: metrics.text(self.noted, time.monotonic())) or b""
+            text = self._of_metrics(lambda metrics: metrics.text(self.state, time.monotonic())) or b""
             status, kind = HTTPStatus.OK, CONTENT_TYPE
             if not text:
                 status, text = HTTPStatus.NOT_IMPLEMENTED, f"{self._no_metrics}\n".encode()
         else:
-            status, text = answer(line, self.noted, time.monotonic())
+            status, text = answer(line, self.state, time.monotonic())
         # The answer to HEAD has the length of the body, and no body.
         content = b"" if line.startswith("HEAD ") else text
         fields = {"Content-Type": kind, "Content-Length": len(text), "Cache-Control": "no-store"}
@@ -187,17 +187,17 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
     return False
 
 
-def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
-    """The status and the body of the answer to `request_line`, from the state `noted`, at `now` (monotonic seconds)."""
+def answer(request_line: str, state: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
+    """The status and the body of the answer to `request_line`, from the `state`, at `now` (monotonic seconds)."""
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = target.partition("?")[0]
     if question not in (LIVE, READY):
         return HTTPStatus.NOT_FOUND, _text({"questions": [LIVE, METRICS, READY]})
     if method not in ("GET", "HEAD"):
         return HTTPStatus.METHOD_NOT_ALLOWED, _text({"methods": ["GET", "HEAD"]})
-    finding = health_state.live(noted, now) if question == LIVE else health_state.ready(noted, now)
+    finding = health_state.live(state, now) if question == LIVE else health_state.ready(state, now)
     status = HTTPStatus.OK if finding.ok else HTTPStatus.SERVICE_UNAVAILABLE
-    return status, _text(health_state.body(noted, finding))
+    return status, _text(health_state.body(state, finding))
 
 
 def _text(value: object) -> bytes:

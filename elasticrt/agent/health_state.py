@@ -103,7 +103,7 @@ def member(
     generation = view.generation.record if view.generation else None
     away_s = round(now - outage.since, 1) if outage.since is not None else None
     alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
-    trouble, slow, doing = sentences.trouble(story, told_at), story.slow, sentences.doing(story)
+    trouble, slow, doing = sentences.trouble(story, told_at), story.straggler, sentences.doing(story)
     if me.report is not None and me.report.failure is not None and me.report.generation == view.generation_number:
         # The story tells of a failure as soon as a generation names it as its cause. While etcd is away there is none,
         # so the node's own report tells of it.
@@ -128,7 +128,7 @@ def member(
         world_size=generation.world_size if generation and runs else 0,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
         step=step,
-        standing_s=round(max(story.standing_s(told_at), short_s), 1),
+        standing_s=round(max(story.standstill_s(told_at), short_s), 1),
         slow=(slow.slow, round(slow.own_s / slow.others_s, 2)) if slow is not None and slow.others_s else None,
     )
 
@@ -170,30 +170,30 @@ def readiness(
     return Finding(True, f"stands by: {what}")
 
 
-def live(noted: HealthState, now: float) -> Finding:
-    """Whether the agent's loop goes round at `now`, by what the agent has `noted`."""
-    still_s = now - noted.turned_at
-    if still_s > noted.limit_s:
-        return Finding(False, f"the agent has been {noted.phase} without a turn for {still_s:.0f} s")
+def live(state: HealthState, now: float) -> Finding:
+    """Whether the agent's loop goes round at `now`, by the agent's `state`."""
+    still_s = now - state.turned_at
+    if still_s > state.limit_s:
+        return Finding(False, f"the agent has been {state.phase} without a turn for {still_s:.0f} s")
     return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
 
 
-def ready(noted: HealthState, now: float) -> Finding:
-    """Whether the node is ready at `now`, by what its agent has `noted`.
+def ready(state: HealthState, now: float) -> Finding:
+    """Whether the node is ready at `now`, by its agent's `state`.
 
     The node stays ready while steps stand still, and the reason says for which rank the others wait: to replace this
     node may be no remedy.
     """
-    alive = live(noted, now)
+    alive = live(state, now)
     if not alive.ok:
         return alive
-    if noted.phase != "member" or noted.readiness is None:
-        return Finding(False, f"{noted.phase}: not a member of the run")
-    return noted.readiness
+    if state.phase != "member" or state.readiness is None:
+        return Finding(False, f"{state.phase}: not a member of the run")
+    return state.readiness
 
 
-def body(noted: HealthState, finding: Finding) -> dict[str, Any]:
-    """The `finding`, and what was `noted`, as JSON values."""
-    facts = asdict(noted)
+def body(state: HealthState, finding: Finding) -> dict[str, Any]:
+    """The `finding`, and the `state`, as JSON values."""
+    facts = asdict(state)
     del facts["turned_at"], facts["limit_s"], facts["readiness"]
     return {"ok": finding.ok, "reason": finding.reason, **facts}

@@ -21,7 +21,7 @@ class JoiningWorkers:
         ranks: local ranks of workers that set up, or that have set up and have no seat yet.
         new: local ranks of workers that have got their first seat, and have made no step since.
         ending: local ranks whose processes are being ended. No new worker starts there before that is done.
-        at: when the next try is due, in seconds of the monotonic clock; None if nothing has failed.
+        retry_at: when the next try is due, in seconds of the monotonic clock; None if nothing has failed.
         beside: the generation beside which workers set up, and this node's group rank there; None if there is none.
     """
 
@@ -29,7 +29,7 @@ class JoiningWorkers:
         self.ranks: set[int] = set()
         self.new: set[int] = set()
         self.ending: set[int] = set()
-        self.at: float | None = None
+        self.retry_at: float | None = None
         self.beside: tuple[Generation, int] | None = None
         self._wait_s = JOIN_AGAIN_S
 
@@ -38,9 +38,9 @@ class JoiningWorkers:
 
         `workers`: the number of workers of this node; `seated`: the local ranks that have a worker in a seat.
         """
-        if self.beside is None or (self.at is not None and now < self.at):
+        if self.beside is None or (self.retry_at is not None and now < self.retry_at):
             return []
-        self.at = None
+        self.retry_at = None
         missing = [rank for rank in range(workers) if rank not in {*seated, *self.ranks, *self.ending}]
         self.ranks |= set(missing)
         return missing
@@ -58,7 +58,7 @@ class JoiningWorkers:
         self.new.discard(local_rank)
         # The step of an old worker proves nothing: old workers make a first step in every generation, also while a
         # worker that joins fails each time.
-        if not self.new and not self.ranks and self.at is None:
+        if not self.new and not self.ranks and self.retry_at is None:
             self._wait_s = JOIN_AGAIN_S
 
     def lost(self, local_rank: int) -> bool:
@@ -82,10 +82,10 @@ class JoiningWorkers:
     def failed(self, now: float) -> float:
         """Note that a worker has failed at `now` before its first step. Returns the seconds to the next try."""
         # Workers that fail together are tried again together, and double the delay once.
-        if self.at is None:
-            self.at = now + self._wait_s
+        if self.retry_at is None:
+            self.retry_at = now + self._wait_s
             self._wait_s = min(2 * self._wait_s, JOIN_AGAIN_S_MAX)
-        return max(0.0, self.at - now)
+        return max(0.0, self.retry_at - now)
 
     def give_up(self, local_ranks: Collection[int], now: float) -> None:
         """Note that the workers of these local ranks are being ended at `now`, because they hang."""
@@ -98,7 +98,7 @@ class JoiningWorkers:
         doomed = bool(self.ranks)
         self._end(self.ranks)
         self.new.clear()
-        self.beside = self.at = None
+        self.beside = self.retry_at = None
         return doomed
 
     def _end(self, local_ranks: Collection[int]) -> None:

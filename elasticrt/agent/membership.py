@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.store_discovery import Meeting
+from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
 from elasticrt.errors import StoreError
@@ -39,7 +39,7 @@ class Membership:
         told_to_leave: returns whether a signal waits in the queue. Waiting for etcd is then pointless.
 
     Attributes:
-        meeting: the open store, and how it is reached.
+        open_store: the open store, and how it is reached.
         session: keeps the lease alive. Set by `open`, as the next two are.
         driver: carries out the member's requests to the store.
         proxy: carries out the workers' requests to the store.
@@ -63,19 +63,19 @@ class Membership:
         self._settings = settings
         self._queue = events
         self._told_to_leave = told_to_leave
-        self.meeting: Meeting = edges.meet(settings, told_to_leave)
+        self.open_store: OpenStore = edges.open_store(settings, told_to_leave)
 
     def open(self, member: Member) -> Result | None:
         """Let the `member` join the run. Returns the run's result if it has succeeded before, else None.
 
         Raises DuplicateError, StoreError.
         """
-        settings, edges, store, put = self._settings, self._edges, self.meeting.store, self._queue.put
+        settings, edges, store, put = self._settings, self._edges, self.open_store.store, self._queue.put
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self._told_to_leave
         )
-        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put, self.meeting.place))
+        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put, self.open_store.place))
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
         late = _too_late(settings.run_id, timeout_s)
         how = JoinOptions(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)
@@ -103,18 +103,18 @@ class Membership:
 
         An embedded etcd ends with the run, and the result in the store with it.
         """
-        found = newest_result(self._settings.run_dir) if self.meeting.served is not None else None
+        found = newest_result(self._settings.run_dir) if self.open_store.served is not None else None
         return Result(attempt=member.me.attempt, generation=0, **vars(found)) if found is not None else None
 
     def embedded_died(self) -> bool:
         """Whether this agent uses an embedded etcd whose keeper process has ended."""
-        served = self.meeting.served
+        served = self.open_store.served
         return served is not None and not served.is_alive()
 
     def open_fresh(self, member: Member) -> None:
         """Join again at a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
         self.close()
-        self.meeting = self._edges.meet(self._settings, self._told_to_leave)
+        self.open_store = self._edges.open_store(self._settings, self._told_to_leave)
         member.begin_life_in_new_store()
         self.open(member)
 
@@ -138,7 +138,7 @@ class Membership:
             self.driver.close()
         if hasattr(self, "session"):
             self.session.close(timeout_s=CLOSE_S)
-        self.meeting.store.close()
+        self.open_store.store.close()
 
 
 def _too_late(run_id: str, timeout_s: float) -> StoreError:

@@ -43,20 +43,20 @@ class Metrics:
         # The seconds of each bucket as they were last exported.
         self._exported = dict.fromkeys(BUCKETS, 0.0)
         self._copied: events.Copied | None = None
-        self._noted: HealthState | None = None
+        self._state: HealthState | None = None
         self._now = self._told_at = 0.0
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def tell(self, record: events.Record) -> None:
+    def fold(self, record: events.Record) -> None:
         """Take note of an event of this node, in its `record`."""
-        self._story.tell(record)
+        self._story.fold(record)
         if isinstance(record.event, events.Copied):
             self._copied = record.event
 
-    def text(self, noted: HealthState, now: float) -> bytes:
-        """All metrics in Prometheus' text format, with what the agent has `noted`, at `now` (monotonic seconds)."""
-        self._noted, self._now = noted, now
+    def text(self, state: HealthState, now: float) -> bytes:
+        """All metrics in Prometheus' text format, with the agent's `state`, at `now` (monotonic seconds)."""
+        self._state, self._now = state, now
         # The story of one agent has at most one life.
         for life in self._story.lives[-1:]:
             self._told_at = life.begin - life.started_at + now
@@ -67,28 +67,28 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. prometheus-client calls this for each answer, and when the collector is registered."""
-        if self._noted is None:
+        if self._state is None:
             return
-        yield from self._of_node(self._noted)
-        yield from self._of_story(self._story, self._noted.node)
+        yield from self._of_node(self._state)
+        yield from self._of_story(self._story, self._state.node)
 
-    def _of_node(self, noted: HealthState) -> Iterator[Metric]:
-        about = {"run_id": noted.run_id, "node": noted.node, "version": elasticrt.__version__}
+    def _of_node(self, state: HealthState) -> Iterator[Metric]:
+        about = {"run_id": state.run_id, "node": state.node, "version": elasticrt.__version__}
         yield InfoMetricFamily("elasticrt", "The run and the node.", about)
-        ready = health_state.ready(noted, self._now).ok
+        ready = health_state.ready(state, self._now).ok
         yield _gauge("ready", "1 while the node trains, or could at once.", int(ready))
-        yield _gauge("lease_connected", "1 while etcd keeps this node's lease.", int(noted.lease == "connected"))
-        yield _gauge("etcd_away_seconds", "For how long etcd has not answered.", noted.etcd_away_s or 0.0)
-        yield _gauge("etcd_answer_seconds", "How long etcd's newest answer to a keep-alive took.", noted.etcd_answer_s)
-        yield _gauge("generation", "The run's generation.", noted.generation)
-        yield _gauge("nodes", "Nodes of the generation.", noted.nodes)
-        yield _gauge("world_size", "Workers of the generation.", noted.world_size)
-        yield _gauge("step", "The last step that all workers of this node have finished.", noted.step)
-        yield _gauge("standing_seconds", "For how long no step has been made, once it is known why.", noted.standing_s)
+        yield _gauge("lease_connected", "1 while etcd keeps this node's lease.", int(state.lease == "connected"))
+        yield _gauge("etcd_away_seconds", "For how long etcd has not answered.", state.etcd_away_s or 0.0)
+        yield _gauge("etcd_answer_seconds", "How long etcd's newest answer to a keep-alive took.", state.etcd_answer_s)
+        yield _gauge("generation", "The run's generation.", state.generation)
+        yield _gauge("nodes", "Nodes of the generation.", state.nodes)
+        yield _gauge("world_size", "Workers of the generation.", state.world_size)
+        yield _gauge("step", "The last step that all workers of this node have finished.", state.step)
+        yield _gauge("standing_seconds", "For how long no step has been made, once it is known why.", state.standing_s)
         text = "How many times as long as the others' the own work of a slow node takes, as rank 0's node has found."
         slow = GaugeMetricFamily("elasticrt_slow", text, labels=["slow"])
-        if noted.slow is not None:
-            slow.add_metric([noted.slow[0]], noted.slow[1])
+        if state.slow is not None:
+            slow.add_metric([state.slow[0]], state.slow[1])
         yield slow
 
     def _of_story(self, story: Story, node: str) -> Iterator[Metric]:
@@ -113,7 +113,7 @@ class Metrics:
         yield _counter("etcd_unanswered_seconds", "How long etcd did not answer this node, in all.", "", {"": away_s})
         redone = sum(chapter.redone or 0 for chapter in story.chapters)
         # All nodes write an event about a hang. It counts on the node that has it.
-        failed = sum(not each.hang or each.node == node for each in story.troubles)
+        failed = sum(not each.hang or each.node == node for each in story.failures)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Its workers that failed or hung, and nodes it has taken out.", "", {"": failed})
         if story.samples:

@@ -32,7 +32,7 @@ ELSEWHERE = ("192.0.2.1", 9)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class OpenStore:
     """An open store, and how it is reached.
 
     Attributes:
@@ -53,7 +53,7 @@ class Meeting:
         return ",".join(map(str, self.endpoints)) if self.served is None else str(runtime_directory())
 
 
-def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
+def open_store(settings: Settings, told_to_leave: Callable[[], bool]) -> OpenStore:
     """Find the etcd of `settings`, or start an embedded one, and wait for its first answer.
 
     `told_to_leave`: returns whether a signal has made waiting pointless. Raises StoreError, ConfigError.
@@ -80,7 +80,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
             # If nothing listens, this raises an error that says so in place of the timeout.
             check_listening(endpoints)
         raise
-    return Meeting(store, endpoints, served, address)
+    return OpenStore(store, endpoints, served, address)
 
 
 def _first_answer(settings: Settings, endpoints: tuple[Address, ...]) -> Conversation[str]:
@@ -148,19 +148,19 @@ def _route(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
+def how_to_join(settings: Settings, spec: RunSpec, store: OpenStore) -> list[str]:
     """The lines that tell people how to add nodes. Pure, except that it asks for this machine's address.
 
     Args:
         settings: this node's settings.
         spec: the options on which all nodes of the run agree.
-        meeting: the run's etcd.
+        store: the run's etcd.
     """
     nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
-    if meeting.served is None or settings.serve is not None:
-        carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []
-        endpoints = meeting.endpoints if settings.serve is None else (settings.serve,)
+    if store.served is None or settings.serve is not None:
+        carries = ["this machine now carries the run: it ends when this machine does"] if store.served else []
+        endpoints = store.endpoints if settings.serve is None else (settings.serve,)
         where = "this" if all(map(is_loopback, endpoints)) else "any"
         return [*carries, f"join from {where} machine: {_line(*_etcd(endpoints), *run)}"]
     outward = Address("http", outward_address() or "ADDRESS", DEFAULT_PORT)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import ERRNO, Built, Claim, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, BuildDone, ClaimBuild, OpenDirectory, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, R, decode, version_of
 from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreBlocked, StoreUnavailable
@@ -101,7 +101,7 @@ class StoreRequests:
         store: the store.
         keys: the run's keys.
         committed: takes every new head of the run, that is, the newest committed checkpoint.
-        meeting: where the agents of this machine find the store, as `Meeting.place`.
+        meeting: where the agents of this machine find the store, as `OpenStore.place`.
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
@@ -132,11 +132,11 @@ class StoreRequests:
         try:
             if isinstance(request, Save):
                 return self._save(asked, request)
-            if isinstance(request, Own):
-                return self._own(asked, request)
-            if isinstance(request, Claim):
-                return self._claim(asked, request)
-            return self._settle(asked, request)
+            if isinstance(request, OpenDirectory):
+                return self._open_directory(asked, request)
+            if isinstance(request, ClaimBuild):
+                return self._claim_build(asked, request)
+            return self._end_build(asked, request)
         except StoreUnavailable as error:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
         # The agent gets another lease, so the worker should ask again.
@@ -202,7 +202,7 @@ class StoreRequests:
             self._committed(head)
         return Reply(request.request, True)
 
-    def _own(self, asked: StoreRequest, request: Own) -> Reply:
+    def _open_directory(self, asked: StoreRequest, request: OpenDirectory) -> Reply:
         """Answer with the head of a checkpoint directory. If asked to, also take the directory for this run.
 
         A directory to which another live run saves is not taken.
@@ -227,7 +227,7 @@ class StoreRequests:
         head = None if value is None else decode(Commit, key, value.value)
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
-    def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
+    def _claim_build(self, asked: StoreRequest, request: ClaimBuild) -> Reply:
         """Claim the right to build a preparation. The claim is bound to this node's lease."""
         current, record = self._find(Preparation, self._keys.preparation(request.name))
         if record is not None and record.version == version_of(request.version):
@@ -245,7 +245,7 @@ class StoreRequests:
                 return Reply(request.request, True)
         return Reply(request.request, False, "another node", refusal="wait")
 
-    def _settle(self, asked: StoreRequest, request: Built) -> Reply:
+    def _end_build(self, asked: StoreRequest, request: BuildDone) -> Reply:
         """Record the outcome of a preparation that this incarnation has claimed."""
         current, record = self._find(Preparation, self._keys.preparation(request.name))
         ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
@@ -273,7 +273,7 @@ def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:
     return "", ""
 
 
-def _preparing(asked: StoreRequest, request: Claim | Built, state: _State, error: str = "") -> Preparation:
+def _preparing(asked: StoreRequest, request: ClaimBuild | BuildDone, state: _State, error: str = "") -> Preparation:
     """The record of a preparation in this `state`. `error`: with what the build has failed; "" unless it has."""
     where: dict[str, Any] = {"generation": asked.generation, "node": asked.node, "incarnation": asked.incarnation}
     return Preparation(state=state, version=version_of(request.version), error=error, **where)

@@ -32,7 +32,7 @@ from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure, in_words
-from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Unsaved, Warm
+from elasticrt.ipc.messages import Copied, CopyDamaged, LeftGeneration, Reply, Step, Unsaved, Warm
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,
     FOUND_S,
@@ -51,11 +51,11 @@ from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 from elasticrt.story.sentences import unsaved
-from elasticrt.workers.failures import lost_peer, stopped
-from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
+from elasticrt.workers.failures import lost_peer, stopped_failure
+from elasticrt.workers.fork_server import ParentLost, WorkerParent, parents_keep_dying, write_parent_warm
 from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group_state import GroupState
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
 
 if TYPE_CHECKING:
     from elasticrt.agent.edges import Edges
@@ -109,29 +109,29 @@ class Supervisor:
         self._newest = 0
         self._names: tuple[str, ...] = ()
         # That generation and this node's seat, until its workers are started.
-        self._wanted: tuple[Generation, Seat] | None = None
+        self._pending: tuple[Generation, Seat] | None = None
         # Whether the workers are being ended because this node leaves the run.
-        self._leaves = False
+        self._is_leaving = False
         # The generation whose workers are to be killed, and when: their time to end by themselves is then over.
-        self._kill_late: tuple[int, float] | None = None
+        self._kill_deadline: tuple[int, float] | None = None
         # By process id: the failure to report for a worker that is killed because a signal had stopped it. Its own exit
         # code would only tell of this agent's SIGKILL.
         self._frozen: dict[int, Failure] = {}
         # When to look for workers that have not taken their new seats; None if there is nothing to look for.
-        self._late_at: float | None = None
+        self._check_seats_at: float | None = None
         # Whether a worker that is late for its new seat is spared as long as it uses processor time.
-        self._spares = False
+        self._spares_busy = False
         self._joining = JoiningWorkers()
         self.misfit: Failure | None = None
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.group = edges.worker_group(put, options=settings.options)
         self.seating = Seating(settings, self.group, edges)
         self.pages = WorkerPages(self.group)
-        self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)
+        self.progress = Progress(lambda: self.pages.of_seated(self._state), event_log, edges.clock)
         watched = WatchedWorkers(
             settings, event_log, say, put,
-            group=self.group, state=lambda: self._state, look=lambda: self.pages.of(self._state),
-            take=edges.take_stacks, state_of=edges.state_of, cpu_s=edges.cpu_s,
+            group=self.group, state=lambda: self._state, pages=lambda: self.pages.of_seated(self._state),
+            take_stacks=edges.take_stacks, state_of=edges.state_of, cpu_s=edges.cpu_s,
         )  # fmt: skip
         self._watched, self.hangs = watched, HangMonitor(watched)
 
@@ -146,7 +146,7 @@ class Supervisor:
             kind=command.kind,
             target=command.argv[0],
         )
-        self.group.use(self._parent)
+        self.group.set_parent(self._parent)
 
     # State.
 
@@ -155,7 +155,7 @@ class Supervisor:
 
         This method changes nothing and sends nothing.
         """
-        state, able = self._state, self._able()
+        state, able = self._state, self._able_in_place()
         beside = len(self.pages.ready_beside(self._joining.ranks))
         living = {
             "ready": len(able) + beside,
@@ -185,23 +185,23 @@ class Supervisor:
             report=state.report(kept=kept, **living) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
-            standing_since=self.hangs.steps.pace.standing_since(now) or self.pages.unmet_since(state, now),
+            standing_since=self.hangs.steps.detector.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
-            starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
+            starting=(self._pending is not None and not self.pages.is_building(state)) or self.progress.starting(now),
             hold_revision=state.holding,
             leave_after_step=state.going,
         )
 
     def alarms(self) -> list[float]:
         """The times, in seconds of the monotonic clock, at which `do_what_is_due` may have something to do."""
-        again_at = self._joining.at if self._can_start_beside() else None
-        kill_at = self._kill_late[1] if self._kill_late else None
-        alarms = (self._late_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at())
+        again_at = self._joining.retry_at if self._can_start_beside() else None
+        kill_at = self._kill_deadline[1] if self._kill_deadline else None
+        alarms = (self._check_seats_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at())
         return [at for at in alarms if at is not None]
 
     def doing(self) -> str:
         """What the workers do before their first step, in words; "" when they train, or when there are none."""
-        if self._wanted is not None:
+        if self._pending is not None:
             return "ending the workers of before" if self._method else "importing torch"
         return self.pages.doing(self._state)
 
@@ -209,16 +209,16 @@ class Supervisor:
         """Whether no worker process is left, neither in a seat nor beside the training."""
         return not self._state.running and not self._joining.ending
 
-    def _able(self) -> list[int]:
+    def _able_in_place(self) -> list[int]:
         """The local ranks of the workers that can go on in another generation in place, with their processes."""
-        return [] if self._wanted is not None else self.pages.able(self._state)
+        return [] if self._pending is not None else self.pages.able_in_place(self._state)
 
     def _can_start_beside(self) -> bool:
-        able = self._wanted is None and bool(self._method) and self._check.is_fit
+        able = self._pending is None and bool(self._method) and self._check.is_fit
         beside = self._joining.beside
         # A generation closes with the first worker that ends with code 0: the others end soon as well, so no worker
         # joins any more. Nobody joins a run's last generation (`Draft.last`) either.
-        closes = bool(self._state.well) and (beside is None or beside[0].number == self._state.number)
+        closes = bool(self._state.ended_well) and (beside is None or beside[0].number == self._state.number)
         closes = closes or (beside is not None and beside[0].last is not None)
         return able and not closes and self.misfit is None
 
@@ -238,37 +238,37 @@ class Supervisor:
         self.progress.look(self._state.number, now)
         self._end_unseated(now, leaves=leaves)
         self._start_missing(now)
-        pages, state = self.pages.of(self._state), self._state
+        pages, state = self.pages.of_seated(self._state), self._state
         # Workers that hold for a handover make no step, so none is expected. Once the last step is agreed (`going`),
         # the workers behind it still have to make it, and a hang may keep them from it: until then steps are expected.
-        held = self._waits or (bool(state.holding) and all(page.step >= state.going for page in pages))
+        held = self._is_waiting or (bool(state.holding) and all(page.step >= state.going for page in pages))
         self.hangs.steps.look(now, held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running and not held:
             if self.hangs.search.look_closer(now, ask_s=self._ask_s):
                 # The steps go on after a stand. Readers of the event log take a run to stand still until the next
                 # `progress` event, so the supervisor writes one now instead of at the next interval.
-                self.progress.tell_anew()
+                self.progress.look_and_write()
             self.hangs.ask_if_stalled(now)
         failed_at = self._state.failed_at
         if failed_at is not None and not self._state.hung:
             self.hangs.search.look_for_agreement(now, failed_at, unagreed, ask_s=self._ask_s)
         self._look_for_laggards(now, elsewhere)
-        self.hangs.search.look_at_waits(now)
+        self.hangs.search.renew_answer(now)
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers whose time to end by themselves is over."""
-        if self._kill_late is None:
+        if self._kill_deadline is None:
             return
-        generation, at = self._kill_late
+        generation, at = self._kill_deadline
         # The workers have ended in time, or the next generation has started meanwhile.
         if not self._state.running or generation != self._state.number:
-            self._kill_late = None
+            self._kill_deadline = None
         # A build of shared data is not interrupted: the next generation needs the data too.
-        elif self.pages.building(self._state):
-            self._kill_late = (generation, max(at, now + EXIT_HOOKS_S))
+        elif self.pages.is_building(self._state):
+            self._kill_deadline = (generation, max(at, now + EXIT_HOOKS_S))
         elif now >= at:
-            self._kill_late = None
+            self._kill_deadline = None
             self.group.kill(generation)
 
     def _end_unseated(self, now: float, *, leaves: bool) -> None:
@@ -278,18 +278,18 @@ class Supervisor:
         limit, ends them.
         """
         state = self._state
-        if self._late_at is None or now < self._late_at:
+        if self._check_seats_at is None or now < self._check_seats_at:
             return
-        age_s, limit_s = now - state.seated_ns / 1e9, SEATED_WAITING_S_MAX if self._waits else SEATED_S_MAX
-        self._late_at = None if age_s >= limit_s else now + limit_s - age_s
+        age_s, limit_s = now - state.seated_ns / 1e9, SEATED_WAITING_S_MAX if self._is_waiting else SEATED_S_MAX
+        self._check_seats_at = None if age_s >= limit_s else now + limit_s - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
         pids = self.group.pids(state.number)
         # Called at the first look as well: that call notes the processor time with which the next one compares.
-        works = self._spares and self.hangs.work(now, [pids[rank] for rank in late if rank in pids], age_s)
-        if late and self._late_at is not None:
-            self._watched.ask(Stacks("late", state.number, 0, age_s, False), late)
+        works = self._spares_busy and self.hangs.are_busy(now, [pids[rank] for rank in late if rank in pids], age_s)
+        if late and self._check_seats_at is not None:
+            self._watched.ask_for_stacks(Stacks("late", state.number, 0, age_s, False), late)
         elif works:
-            self._late_at = now + limit_s
+            self._check_seats_at = now + limit_s
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {limit_s:g} s"
             self._say(f"{text}: they are ended")
@@ -304,13 +304,13 @@ class Supervisor:
         beside = {rank: pid for rank, pid in group.pids(0).items() if rank in self._joining.ranks}
         over = self.hangs.stopped(now, [*pids.values(), *beside.values()])
         if late := {rank: pid for rank, pid in beside.items() if pid in over}:
-            self._end_frozen(0, late, stopped([], node=self._settings.node, where="beside the training"))
+            self._end_frozen(0, late, stopped_failure([], node=self._settings.node, where="beside the training"))
         if late := {rank: pid for rank, pid in pids.items() if pid in over}:
-            self.progress.remember()
+            self.progress.note_last_step()
             step = self.progress.step()
             where = f"in generation {state.number}{f' after step {step}' if step is not None else ''}"
-            failure = stopped([state.ranks[rank] for rank in late], node=self._settings.node, where=where)
-            self._events.write(self.hangs.stood(now))
+            failure = stopped_failure([state.ranks[rank] for rank in late], node=self._settings.node, where=where)
+            self._events.write(self.hangs.stopped_event(now))
             self._end_frozen(state.number, late, failure)
             self._failed(failure)
 
@@ -362,7 +362,9 @@ class Supervisor:
         later = 0 if self.is_first else 2 if asks_leader else 1
         return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
 
-    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
+    def find_culprit(
+        self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]
+    ) -> None:
         """Find the ranks for which the others wait, from the answers of other agents.
 
         On rank 0's node the agent searches for the culprit itself. On any other node it takes over the finding of rank
@@ -380,35 +382,35 @@ class Supervisor:
         reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         if not self.is_first:
             for answer in said.values():
-                self.hangs.search.hear(now, answer)
+                self.hangs.search.adopt_finding(now, answer)
             generation_known = self._state.generation is not None and len(self._names) == self._state.generation.nodes
             first = self._names[0] if generation_known else ""
             # Rank 0's node does not answer, so it tells no finding. As long as etcd answers, the leader fences a silent
             # node. While etcd is away nobody can, so this agent reports the silence itself.
             if first in nodes and first not in said:
                 asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
-                self.hangs.search.blame(now, asked, {}, reached, last=True)
+                self.hangs.search.find_culprit(now, asked, {}, reached, last=True)
             return
-        self.hangs.search.blame(now, nodes, said, reached)
+        self.hangs.search.find_culprit(now, nodes, said, reached)
         self.hangs.search.compare(said)
 
     def saving_s(self) -> float:
         """The seconds since this node's workers began their newest checkpoint; 0.0 if that is unknown."""
-        begun_ns = max((page.saving_ns for page in self.pages.of(self._state)), default=0)
+        begun_ns = max((page.saving_ns for page in self.pages.of_seated(self._state)), default=0)
         return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
     def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers on this node that run on although workers here or `elsewhere` have ended well."""
         state = self._state
-        ended = [f"rank {rank}" for rank in state.well] + [f"those on {node}" for node in elsewhere]
+        ended = [f"rank {rank}" for rank in state.ended_well] + [f"those on {node}" for node in elsewhere]
         concerned = state.generation is not None and state.running and state.failed_at is None and bool(ended)
         pids = self.group.pids(state.number) if concerned else {}
-        left = {rank: pid for rank, pid in pids.items() if state.ranks.get(rank) not in state.well}
+        left = {rank: pid for rank, pid in pids.items() if state.ranks.get(rank) not in state.ended_well}
         self.hangs.ask_if_waited_for(now, ended, left)
 
     # Decisions.
 
-    def attend(self, generation: Generation, index: int) -> None:
+    def set_up_beside(self, generation: Generation, index: int) -> None:
         """Let the workers that this node lacks set up beside `generation`, whose workers go on in place.
 
         `index`: the group rank of this node there. Workers known to hang in an older generation are ended first.
@@ -427,18 +429,18 @@ class Supervisor:
         self._state = self._state.replaced()
         self.progress.replaced(generation.number, waits=generation.waits)
         if generation.in_place:
-            self._wanted = None
-            self.progress.remember()
+            self._pending = None
+            self.progress.note_last_step()
             self._go_on(generation, seat)
             return
-        self._wanted = (generation, seat)
+        self._pending = (generation, seat)
         self._stop_joining()
         if self._state.running:
-            self.progress.remember()
-            if len(self._state.handed) == len(self._state.ranks) or self.pages.building(self._state):
+            self.progress.note_last_step()
+            if len(self._state.handed_over) == len(self._state.ranks) or self.pages.is_building(self._state):
                 # Workers that have handed over end by themselves, and get a moment for their exit hooks. A worker that
                 # prepares shared data may finish the build: the next generation needs the data too.
-                self._kill_late = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
+                self._kill_deadline = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
                 self._end_workers()
         self._start_if_possible()
@@ -448,8 +450,8 @@ class Supervisor:
 
         `handover`: the create revision of the handover's record.
         """
-        self.progress.disturbed()
-        pages = self.pages.of(self._state)
+        self.progress.generation_ending()
+        pages = self.pages.of_seated(self._state)
         # `go` first: with `stop` set, a worker obeys `go`, which may still be that of an earlier handover.
         for page in pages:
             page.go = 0
@@ -467,15 +469,15 @@ class Supervisor:
         """Tell the holding workers the `step` after which all leave; with `save` rank 0 commits a checkpoint before."""
         self._state = replace(self._state, going=step)
         # `save` first: a worker that sees `go` reads `save` next.
-        for page in self.pages.of(self._state):
+        for page in self.pages.of_seated(self._state):
             page.save = int(save)
             page.go = step
 
     def release(self) -> None:
         """Let the workers go on, because the handover was given up."""
-        self.progress.undisturbed()
+        self.progress.generation_kept()
         self._state = replace(self._state, holding=0, entered=0, going=0)
-        for page in self.pages.of(self._state):
+        for page in self.pages.of_seated(self._state):
             page.stop = page.go = 0
 
     # Ends.
@@ -483,10 +485,10 @@ class Supervisor:
     def kill(self) -> None:
         """Kill the workers, report nothing about them, and drop the copies of their state in this node's memory."""
         self.seating.memory.close()
-        self._wanted = None
+        self._pending = None
         self._stop_joining()
         if self._state.running:
-            self.progress.remember()
+            self.progress.note_last_step()
             self.group.kill(self._state.number)
         self._state = replace(self._state, generation=None, seat=None)
 
@@ -498,12 +500,12 @@ class Supervisor:
             hurry: whether to send SIGKILL now. It is called every 5 ms, and also folds the ends of workers.
             number: the signal to send. Workers that have handed over and wait for a seat are released instead.
         """
-        self._wanted, self._leaves = None, True
+        self._pending, self._is_leaving = None, True
         self._stop_joining()
         generation = self._state.number
         deadline = self._clock.monotonic() + grace_s
         # These workers have left their step and wait for a new seat. They end when they are released from that wait.
-        if self._state.handed >= self._state.seated and self._able():
+        if self._state.handed_over >= self._state.seated and self._able_in_place():
             self.group.release(generation)
         elif self._state.running:
             self._announce_end()
@@ -519,9 +521,9 @@ class Supervisor:
 
         `well`: whether the run has succeeded.
         """
-        self._wanted = None
+        self._pending = None
         self._stop_joining()
-        self.progress.tell()
+        self.progress.write()
         if not self._state.running:
             return
         generation = self._state.number
@@ -529,17 +531,17 @@ class Supervisor:
             self._end_workers()
         # After a failure elsewhere, workers here may be failing of the same cause, and be writing their traceback.
         elif not well:
-            self._kill_late = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
+            self._kill_deadline = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
         self.group.release(generation)
-        deadline = max(self._clock.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
+        deadline = max(self._clock.monotonic() + grace_s, self._kill_deadline[1] if self._kill_deadline else 0.0)
         while self.group.pids(generation) and (now := self._clock.monotonic()) < deadline:
             self._kill_overdue(now)
             self._clock.sleep(0.005)
-        self.progress.tell()
+        self.progress.write()
 
     def close(self) -> None:
         """End the worker parent, all workers and a running node check, and close sockets and memory files."""
-        self.progress.tell()
+        self.progress.write()
         if self._parent is not None:
             # A parent that still imports has no workers and does not read its channel: waiting for it is useless.
             self._parent.close(PARENT_END_S if self._method else 0.0)
@@ -555,17 +557,17 @@ class Supervisor:
         grace_s, generation = self._settings.restart_grace_s, self._state.number
         if not grace_s:
             self.group.kill(generation)
-        elif self._kill_late is None or self._kill_late[0] != generation:
+        elif self._kill_deadline is None or self._kill_deadline[0] != generation:
             self._announce_end()
             self.group.terminate(generation)
-            self._kill_late = (generation, self._clock.monotonic() + grace_s)
+            self._kill_deadline = (generation, self._clock.monotonic() + grace_s)
 
     def told_to_leave(self) -> None:
         """Tell the workers that this node is about to leave, so that they leave a SIGTERM from elsewhere to the agent.
 
         The agent calls this in its signal handler: it only writes to shared memory.
         """
-        for page in self.pages.of(self._state):
+        for page in self.pages.of_seated(self._state):
             page.leaves = 1
 
     def _announce_end(self) -> None:
@@ -574,7 +576,7 @@ class Supervisor:
         While a Loop runs, a worker defers a SIGTERM that its agent has not announced: some schedulers (SLURM) signal
         every process of a job, and the agent may want a handover first.
         """
-        for page in self.pages.of(self._state):
+        for page in self.pages.of_seated(self._state):
             page.ending = 1
 
     def _stop_joining(self) -> None:
@@ -584,16 +586,16 @@ class Supervisor:
     # Seats.
 
     @property
-    def _waits(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Whether the workers hold the state and make no step, because their generation has too few nodes."""
         return self._state.generation is not None and self._state.generation.waits
 
     def _start_if_possible(self) -> None:
         """Start the workers of the wanted generation, if the parent is warm and no worker of an older one runs."""
-        if self._wanted is None or self._state.running or not self._method:
+        if self._pending is None or self._state.running or not self._method:
             return
-        (generation, seat), self._wanted = self._wanted, None
-        self._state, self._late_at = self._state.started(generation, seat), None
+        (generation, seat), self._pending = self._pending, None
+        self._state, self._check_seats_at = self._state.started(generation, seat), None
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._events.write(_begun(generation, self._names))
@@ -608,16 +610,16 @@ class Supervisor:
         """
         before, group = self._state, self.group
         number = before.number if before.running else 0
-        lives = [(rank, number) for rank in self.pages.able(before)]
+        lives = [(rank, number) for rank in self.pages.able_in_place(before)]
         chosen = [*lives, *((rank, 0) for rank in self.pages.ready_beside(self._joining.ranks))][: seat.workers]
         pids = {**group.pids(0), **group.pids(number)}
         # The time before any seat is sent: a worker may come to its new group before the last seat is out.
         now_ns = self._clock.monotonic_ns()
-        self._late_at = self._clock.monotonic() + LATE_S
+        self._check_seats_at = self._clock.monotonic() + LATE_S
         # Before a planned change nothing has failed, so a worker that is late for its seat is probably just busy, and
         # is spared while it works. If it is still late at the next change, of any kind, it still does the same work.
-        still = self._spares and not all(self.pages.took_seat(before, rank) for rank, _ in lives)
-        self._spares = still or generation.kind in ("join", "drain", "resize")
+        still = self._spares_busy and not all(self.pages.took_seat(before, rank) for rank, _ in lives)
+        self._spares_busy = still or generation.kind in ("join", "drain", "resize")
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._events.write(_begun(generation, self._names))
@@ -628,14 +630,14 @@ class Supervisor:
         others = [rank for rank in sorted(group.pids(number)) if rank not in ranks] if number else []
         if others:
             group.kill(number, others)
-        self._tell_started()
+        self._write_started()
         if generation.waits:
-            self.progress.waits()
+            self.progress.write_waiting()
         if len(ranks) < seat.workers:
             lost = seat.workers - len(ranks)
             why = next((f": {each.summary}" for each in before.failures if not each.collateral), "")
             self._fail_in_place(seat, f"{lost} of {seat.workers} workers had ended before they could go on{why}")
-        self.attend(generation, seat.index)
+        self.set_up_beside(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
         """Fail the present generation as collateral: workers of this node are missing in their new seats."""
@@ -644,7 +646,7 @@ class Supervisor:
     def _fail(self, failure: Failure) -> None:
         """Note a failure of the workers of the present generation."""
         # Workers of a replaced generation may still run, to finish a build of data. Their failures have no consequence.
-        at = self._clock.monotonic() if self._wanted is None else None
+        at = self._clock.monotonic() if self._pending is None else None
         self._state = self._state.failed(self._with_steps(failure), at)
 
     def _with_steps(self, failure: Failure) -> Failure:
@@ -652,7 +654,7 @@ class Supervisor:
 
         The leader compares the steps of two failures: steps in between are progress, which resets the restart budget.
         """
-        steps = [page.step if page.entered else page.beats for page in self.pages.of(self._state)]
+        steps = [page.step if page.entered else page.beats for page in self.pages.of_seated(self._state)]
         return replace(failure, beats=max([failure.beats, *steps]))
 
     def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
@@ -660,27 +662,27 @@ class Supervisor:
         begun = _begun(generation, names)
         self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
 
-    def _tell_started(self) -> None:
+    def _write_started(self) -> None:
         pids = self._state.pids
         ranks = tuple(sorted(pids))
         self._events.write(events.WorkersStarted(self._state.number, ranks, tuple(pids[rank] for rank in ranks)))
 
     # Events.
 
-    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
+    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerMessage | WorkerEnded | GroupEnded) -> None:
         """Take note of `event`, and do what follows from it on this node."""
         match event:
             case Warm():
                 # Only deaths in a row count towards PARENT_TRIES.
                 self._parent_deaths, self._method = 0, event.method
-                note(event, self._events)
+                write_parent_warm(event, self._events)
                 self._start_if_possible()
             case ParentLost():
                 self._parent_lost(event)
             case WorkerStarted():
                 self._worker_started(event)
-            case WorkerSaid():
-                self._worker_said(event)
+            case WorkerMessage():
+                self._worker_message(event)
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
@@ -690,13 +692,13 @@ class Supervisor:
                     self._state = replace(self._state, running=False, seated=frozenset())
                     self._start_if_possible()
 
-    def _worker_said(self, event: WorkerSaid) -> None:
+    def _worker_message(self, event: WorkerMessage) -> None:
         match event.message:
             case Copied() as copied:
                 self._copied(event, copied)
-            case Left(generation=0):
+            case LeftGeneration(generation=0):
                 self._events.write(events.Ready(local_rank=event.local_rank))
-            case Left() as left:
+            case LeftGeneration() as left:
                 self._left(left, event)
             case Step() as step if self._is_current(event):
                 self._stepped(event, step)
@@ -704,12 +706,12 @@ class Supervisor:
                 told = events.Unsaved(missed.step, event.generation, missed.reason)
                 self._events.write(told)
                 self._say(unsaved(told))
-            case Damaged() if self._is_current(event):
+            case CopyDamaged() if self._is_current(event):
                 # No generation may resume from a damaged copy again. The next one resumes from another node's copy, or
                 # from the newest committed checkpoint.
                 self.seating.memory.forget()
 
-    def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
+    def _is_current(self, event: WorkerMessage | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
 
     def stalled(self, event: Stacks) -> None:
@@ -720,21 +722,21 @@ class Supervisor:
         """
         state = self._state
         if event.why == "closer":
-            self.hangs.search.placed(event)
+            self.hangs.search.note_positions(event)
             return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return
         failure = self.hangs.report(event)
         if failure is not None:
             self._state = replace(state, failures=(self._with_steps(failure),), failed_at=self._clock.monotonic())
-            self.progress.disturbed()
+            self.progress.generation_ending()
 
     def _parent_lost(self, event: ParentLost) -> None:
         self._method = ""
         self._parent_deaths += 1
         self._say(event.reason)
         if self._parent_deaths > PARENT_TRIES:
-            raise keeps_dying(self._settings.node, event.reason)
+            raise parents_keep_dying(self._settings.node, event.reason)
         self.open()
 
     def _worker_started(self, event: WorkerStarted) -> None:
@@ -743,9 +745,9 @@ class Supervisor:
         self._state = replace(self._state, pids={**self._state.pids, event.rank: event.pid})
         if len(self._state.pids) == len(self._state.ranks):
             self.progress.started(event.generation, event.at_ns)
-            self._tell_started()
+            self._write_started()
 
-    def _stepped(self, event: WorkerSaid, step: Step) -> None:
+    def _stepped(self, event: WorkerMessage, step: Step) -> None:
         if step.first:
             self._joining.trained(event.local_rank)
         if step.first and event.local_rank == min(self._state.seated, default=0):
@@ -753,7 +755,7 @@ class Supervisor:
         if event.rank == 0:
             self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
-    def _copied(self, event: WorkerSaid, copied: Copied) -> None:
+    def _copied(self, event: WorkerMessage, copied: Copied) -> None:
         """Keep a copy of the state, unless the leader already counts on an older one.
 
         After a failure the node's report names its newest copy, and the next generation may resume from exactly that
@@ -762,7 +764,7 @@ class Supervisor:
         the peer's end was reported, and perhaps while its new seat is on the way.
         """
         generation, seated = self._state.generation, self._state.running and event.local_rank in self._state.seated
-        counted_on = self._state.failed_at is not None and not self._able()
+        counted_on = self._state.failed_at is not None and not self._able_in_place()
         if event.fd >= 0 and seated and generation is not None and not counted_on:
             copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
             self.seating.memory.put(copy, event.fd)
@@ -773,7 +775,7 @@ class Supervisor:
         if copied.request:
             event.answer(Reply(copied.request, ok=True))
 
-    def _left(self, left: Left, event: WorkerSaid) -> None:
+    def _left(self, left: LeftGeneration, event: WorkerMessage) -> None:
         """Take note that a living worker has handed over, or has lost its group because another worker has ended."""
         state = self._state
         # The worker may have got another seat while its message was under way.
@@ -782,24 +784,24 @@ class Supervisor:
         if left.error and state.failed_at is None:
             how = f"lost its group: {in_words(left.error)}"
             self._fail(lost_peer(rank=event.rank, node=self._settings.node, message=how))
-            self.progress.disturbed()
-            self.progress.remember()
-        elif not left.error and (self._waits or 0 < state.going <= left.step):
-            self.progress.remember()
-            self._state = replace(state, handed=state.handed | {event.local_rank}, going=left.step)
+            self.progress.generation_ending()
+            self.progress.note_last_step()
+        elif not left.error and (self._is_waiting or 0 < state.going <= left.step):
+            self.progress.note_last_step()
+            self._state = replace(state, handed_over=state.handed_over | {event.local_rank}, going=left.step)
 
     def _failed_by_itself(self, event: WorkerEnded) -> bool:
         """Whether the end of a worker is a failure: no handover, departure or next generation explains it."""
         if event.generation == 0:
             return event.local_rank in self._joining.ranks
-        wanted = self._wanted is not None or self._leaves or event.local_rank in self._state.handed
+        wanted = self._pending is not None or self._is_leaving or event.local_rank in self._state.handed_over
         return self._is_current(event) and not wanted
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         if event.failure is not None and self._is_current(event):
-            self.progress.remember()
+            self.progress.note_last_step()
             # Readers of the event log need the worker's last steps and pauses before its end.
-            self.progress.tell()
+            self.progress.write()
         step = self.pages.step_of(event.local_rank, event.generation)
         ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
         failure = self._frozen.pop(event.pid, event.failure if self._failed_by_itself(event) else None)
@@ -818,7 +820,7 @@ class Supervisor:
             self._joining.trained(event.local_rank)
         if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
             wait_s = self._joining.failed(self._clock.monotonic())
-            self._tell_next_try("was let in failed before its first step", event.failure.summary, wait_s)
+            self._say_next_try("was let in failed before its first step", event.failure.summary, wait_s)
         if self._is_current(event):
             self._seated_ended(event)
 
@@ -827,18 +829,18 @@ class Supervisor:
         wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
         if wait_s is not None:
             what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
-            self._tell_next_try("was to join failed while it set up", what, wait_s)
+            self._say_next_try("was to join failed while it set up", what, wait_s)
 
-    def _tell_next_try(self, how: str, what: str, wait_s: float) -> None:
+    def _say_next_try(self, how: str, what: str, wait_s: float) -> None:
         self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s, if the run goes on")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """Take note that a worker of the present generation has ended."""
         stepped = self.progress.step() is not None
         # In this order: `progress` reads the pages of the seated workers only.
-        self.progress.remember()
+        self.progress.note_last_step()
         self._state = replace(self._state, seated=self._state.seated - {event.local_rank})
-        if event.local_rank in self._state.handed:
+        if event.local_rank in self._state.handed_over:
             return
         if event.failure is not None:
             if self._state.failed_at is None:
@@ -851,7 +853,7 @@ class Supervisor:
             message = "had ended before it could go on"
             self._failed(lost_peer(rank=event.rank, node=self._settings.node, message=message))
         elif event.code == 0:
-            self._state = replace(self._state, well=(*self._state.well, event.rank))
+            self._state = replace(self._state, ended_well=(*self._state.ended_well, event.rank))
 
     def _failed(self, failure: Failure) -> None:
         """Take note that a worker of the present generation has failed. The first failure ends the generation."""
@@ -859,13 +861,13 @@ class Supervisor:
         self._fail(failure)
         if not first:
             return
-        self.progress.disturbed()
-        self.progress.remember()
-        if not self._able():
+        self.progress.generation_ending()
+        self.progress.note_last_step()
+        if not self._able_in_place():
             # The other workers of this node cannot go on in place: they can only fail too, or hang.
             self._end_workers()
         elif self._state.generation is not None and self._state.seat is not None:
-            self.attend(self._state.generation, self._state.seat.index)
+            self.set_up_beside(self._state.generation, self._state.seat.index)
 
 
 def _begun(generation: Generation, names: tuple[str, ...]) -> events.Generation:

@@ -17,7 +17,7 @@ class WorkerPages:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def of(self, state: GroupState) -> list[StatusPage]:
+    def of_seated(self, state: GroupState) -> list[StatusPage]:
         """The pages of the seated workers of the running generation, in the order of local ranks.
 
         Empty if a page is missing: a part of the workers must not be taken for all.
@@ -27,13 +27,13 @@ class WorkerPages:
         except KeyError:
             return []
 
-    def building(self, state: GroupState) -> bool:
+    def is_building(self, state: GroupState) -> bool:
         """Whether a worker prepares shared data."""
-        return any(page.building for page in self.of(state))
+        return any(page.building for page in self.of_seated(state))
 
     def doing(self, state: GroupState) -> str:
         """What the workers do before their first step in this generation, in words; "" after that step."""
-        pages = self.of(state)
+        pages = self.of_seated(state)
         if any(page.building for page in pages):
             return "preparing data"
         if state.generation is None or state.generation.waits or all(map(_steps, pages)):
@@ -49,7 +49,7 @@ class WorkerPages:
         resumes = state.generation.memory or state.generation.resume
         return "setting up, and restoring a saved state" if resumes else "setting up"
 
-    def able(self, state: GroupState) -> list[int]:
+    def able_in_place(self, state: GroupState) -> list[int]:
         """The local ranks of the workers that can go on in another generation in place, with their processes."""
         seated = sorted(state.seated) if state.running and not state.hung else []
         return [rank for rank in seated if self._word(rank, state.number, "in_place")]
@@ -87,7 +87,7 @@ class WorkerPages:
 
         `now` and the answer are seconds of the monotonic clock.
         """
-        generation, pages = state.generation, self.of(state)
+        generation, pages = state.generation, self.of_seated(state)
         if generation is None:
             return None
         if not generation.in_place:

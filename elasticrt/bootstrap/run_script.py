@@ -43,7 +43,7 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     _prepare_torch(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
-    regroup.keep()
+    regroup.keep_groups()
     worker = agent_client.worker_env()
     if worker.has_agent:
         env_store.serve_env_rendezvous(worker)

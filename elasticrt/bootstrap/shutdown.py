@@ -152,7 +152,7 @@ def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
     ctypes.CDLL(None).fflush(None)
     if code == 0 and host is not None:
         # Other ranks may still need the store in this process.
-        host.linger(0, CONNECTING_S, _leave_groups)
+        host.wait_for_release(0, CONNECTING_S, _leave_groups)
     _end_now(code)
 
 

@@ -29,7 +29,7 @@ from elasticrt.checkpoint.manifest import (
     TEMPORARY,
     History,
     Manifest,
-    doomed,
+    deletable_files,
 )
 from elasticrt.data.durable_files import Directory, Unfit, put
 from elasticrt.distributed.shared_payload import Payload
@@ -226,7 +226,7 @@ class CheckpointDirectory:
     def tidy(self, head: str) -> None:
         """Delete the files that are not needed now that the commit with the nonce `head` is there. Raises OSError."""
         directory = self._opened()
-        for name in doomed(self.history(), self._names(), head, self._keep, self._before or frozenset()):
+        for name in deletable_files(self.history(), self._names(), head, self._keep, self._before or frozenset()):
             directory.remove(name.string)
 
     def _names(self) -> list[re.Match[str]]:

@@ -234,7 +234,7 @@ class Checkpointer:
         """
         step = commit.step
         missed = Unsaved(commit.reached, cut(f"{why} ({self._shown})", UNSAVED_MAX_BYTES))
-        told = repeated or agent_client.agent_link().say(missed)
+        told = repeated or agent_client.agent_link().send(missed)
         # Without an agent the log is the only place where people see it.
         level = logging.INFO if told else logging.WARNING
         _log.log(level, "the checkpoint of step %d was not saved in %s: %s", step, self._shown, why)
@@ -339,7 +339,7 @@ os.register_at_fork(after_in_child=_unsaved.clear)
 @atexit.register
 def _finish_saves() -> None:
     """Wait for a save in flight when the script ends, and fail the script if its last state is not saved."""
-    ends_well = not handover.left and getattr(sys, "last_value", None) is None
+    ends_well = not handover.has_left and getattr(sys, "last_value", None) is None
     missed: Exception | None = None
     for checkpointer in list(_live):
         try:

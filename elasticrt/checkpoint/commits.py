@@ -23,7 +23,7 @@ from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
 from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import ERRNO, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, OpenDirectory, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class DirectoryHead:
         """The head of this directory, as the agent knows it. With `take` the agent takes the directory for the run."""
         what = "the agent cannot say who saves here"
         again = ("unsure",) if patient else ()
-        reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), again)
+        reply = self._answer(what, lambda number: OpenDirectory(number, str(self._path), self.place, take), again)
         if reply.ok:
             head = reply.data.get("head")
             return None if head is None else Commit.from_fields(head)
@@ -223,7 +223,7 @@ class DirectoryHead:
             make: makes the request with the number that it gets.
             again: the kinds of refusal after which the request is repeated.
         """
-        if not self._agent.linked:
+        if not self._agent.has_agent:
             return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
         while True:

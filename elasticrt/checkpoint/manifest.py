@@ -154,7 +154,7 @@ class History:
         return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
-def doomed(
+def deletable_files(
     history: History, names: list[re.Match[str]], head: str, keep: int, before: frozenset[str]
 ) -> list[re.Match[str]]:
     """The files that may be deleted now that a new commit is there, manifests before payloads.

@@ -26,7 +26,7 @@ from elasticrt.distributed import agent_client
 from elasticrt.distributed.shared_payload import Payload
 from elasticrt.ipc.cgroups import available_bytes
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.messages import Copied, Damaged
+from elasticrt.ipc.messages import Copied, CopyDamaged
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class MemoryTier:
 
     def __init__(self, worker: WorkerEnv, budget: float, place: str) -> None:
         self._place = place
-        takes = worker.local_rank == 0 and budget > 0 and agent_client.agent_link().linked
+        takes = worker.local_rank == 0 and budget > 0 and agent_client.agent_link().has_agent
         self._budget = budget if takes else 0.0
         self._not_before = math.inf  # The next copy is not due before this time.
         self._stride = 0  # Steps from one copy to the next; 0: not known yet.
@@ -115,7 +115,7 @@ class MemoryTier:
         # A stride of 0 stays, because the first copy is due soon anyway.
         self._stride = min(self._stride, 1)
 
-    def due(self, now: float, step: int) -> bool:
+    def is_due(self, now: float, step: int) -> bool:
         """Whether to take a copy at the time `now`, after `step`."""
         if now < self._not_before or step == self._step:
             return False
@@ -149,12 +149,12 @@ class MemoryTier:
         Does not wait for a save in flight. The agent has the state when this returns: until it has, the agent counts
         this process as one that can go on in place.
         """
-        self._say(step, epoch, Snapshot(state), ends=True)
+        self._send_copy(step, epoch, Snapshot(state), ends=True)
 
     def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
         """Hand a snapshot to the agent, on the snapshot's thread. Its cost decides the stride from now on."""
         began = time.monotonic()
-        size = self._say(step, epoch, snapshot)
+        size = self._send_copy(step, epoch, snapshot)
         if not size:
             return
         cost_s = snapshot.stall_s + time.monotonic() - began
@@ -166,7 +166,7 @@ class MemoryTier:
         self._stride = chosen
         self._not_before = -math.inf
 
-    def _say(self, step: int, epoch: int, snapshot: Snapshot, *, ends: bool = False) -> int:
+    def _send_copy(self, step: int, epoch: int, snapshot: Snapshot, *, ends: bool = False) -> int:
         """Hand the agent a snapshot as a memory file. Returns its size in bytes; 0 where there is no memory for it.
 
         With `ends`, waits until the agent has the file.
@@ -181,7 +181,7 @@ class MemoryTier:
             return 0
         copied = Copied(step, epoch, size, digest, self._place)
         if not ends:
-            agent.say(copied, [file.file])
+            agent.send(copied, [file.file])
         elif agent.request(lambda number: replace(copied, request=number), TAKEN_S_MAX, [file.file]) is None:
             _log.warning("the agent has not taken the state of step %d within %g s", step, TAKEN_S_MAX)
         return size
@@ -200,6 +200,6 @@ def read(worker: WorkerEnv) -> Payload:
     payload = Payload(os.dup(worker.state_fd))
     problem = payload.flaw(copy.size, copy.digest)
     if problem:
-        agent_client.agent_link().say(Damaged())
+        agent_client.agent_link().send(CopyDamaged())
         raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
     return payload

@@ -22,7 +22,7 @@ from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.manifest import History, Manifest
 from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, distinct_troubles
-from elasticrt.checkpoint.stateful import OURS
+from elasticrt.checkpoint.stateful import LOOP_KEY
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
 from elasticrt.distributed.shared_payload import Payload, share_payload
@@ -122,7 +122,7 @@ class Restoring:
         verdict, failure, payload = dict[str, Any](), None, None
         if self._rank == 0:
             try:
-                verdict, payload = self._verdict(claim, fresh)
+                verdict, payload = self._decide_resume(claim, fresh)
             except ElasticError as error:
                 # The other ranks wait in the broadcast below: they must learn of the error before it is raised.
                 failure, verdict = error, {"error": str(error)}
@@ -142,7 +142,7 @@ class Restoring:
         self._exchange()
         return None if verdict["over"] else _from_memory(Copy(**verdict["copy"]), payload)
 
-    def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
+    def _decide_resume(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
         """On rank 0: where this directory resumes, as fields for all ranks, and the memory copy if there is one."""
         if claim:
             try:
@@ -377,7 +377,7 @@ def _from_memory(copy: Copy, payload: Payload | None) -> State:
     payload = share_payload(payload, copy.size, copy.digest)
     assert payload is not None, "rank 0 has read it"
     data = parse(payload)
-    ours = data.get(OURS)
+    ours = data.get(LOOP_KEY)
     # A copy counts the steps of the run. Those of this Loop are in its position.
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)

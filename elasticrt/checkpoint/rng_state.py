@@ -113,7 +113,7 @@ def capture() -> dict[str, Any]:
     tensors, because torch reads a tensor at once, and takes 4 us for each plain number. A newcomer reads the state
     while all other ranks wait.
     """
-    state = {**note(), "seed": torch.initial_seed()}
+    state = {**capture_raw(), "seed": torch.initial_seed()}
     version, words, gauss = state["python"]
     state["python"] = (version, _in_tensor(words), gauss)
     if "numpy" in state:
@@ -129,7 +129,7 @@ def _in_tensor(words: Sequence[int]) -> torch.Tensor:
     return torch.frombuffer(array("q", words), dtype=torch.int64)
 
 
-def note() -> dict[str, Any]:
+def capture_raw() -> dict[str, Any]:
     """The states of all generators in use, as the generators give them: for `restore`, not for a file.
 
     This takes a tenth of the time of `capture`, and is called at each step.
@@ -150,7 +150,7 @@ _Window: Any = ctypes.c_char * (5 * 4)
 _PYTHONS: Any = getattr(random.getstate, "__self__", None)
 
 
-class _Noted:
+class _CachedState:
     """A global generator, with its state as it was last noted. The state is made anew only if it has changed.
 
     To make a state takes 25 us of a step for python's generator, and 30 us for numpy's, and most scripts draw from them
@@ -177,7 +177,7 @@ class _Noted:
 
 
 @lru_cache(maxsize=1)
-def _pythons() -> _Noted:
+def _pythons() -> _CachedState:
     address = 0
     # In other implementations of Python, `id` is not an address. The C struct is private, so the state is searched for
     # in the object's memory: the position comes first, then the words.
@@ -186,22 +186,22 @@ def _pythons() -> _Noted:
         memory = ctypes.string_at(id(_PYTHONS), type(_PYTHONS).__basicsize__)
         at = memory.find(array("I", [position, *words]).tobytes())
         address = id(_PYTHONS) + at if at >= 0 else 0
-    return _Noted(address, random.getstate, lambda state: state[2] == _PYTHONS.gauss_next)
+    return _CachedState(address, random.getstate, lambda state: state[2] == _PYTHONS.gauss_next)
 
 
 # By generator, because the script may set another one.
 @lru_cache(maxsize=1)
-def _numpys(generator: Any) -> _Noted:
+def _numpys(generator: Any) -> _CachedState:
     numpy = sys.modules["numpy"]
     usual = type(generator) is numpy.random.MT19937
     # In numpy's struct the position follows the 624 words: the window has the last four words and the position.
     make = partial(numpy.random.get_state, legacy=False)
     address = generator.ctypes.state_address + 620 * 4 if usual else 0
-    return _Noted(address, make, lambda state: not state["has_gauss"])
+    return _CachedState(address, make, lambda state: not state["has_gauss"])
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put back a result of `capture` or `note`, for the generators in `kinds` that this process has.
+    """Put back a result of `capture` or `capture_raw`, for the generators in `kinds` that this process has.
 
     Raises CheckpointError when the script has set another of numpy's generators than the saved one.
     """
@@ -248,7 +248,7 @@ def _with_lists(value: Any) -> Any:
 
 def _fingerprints() -> list[int]:
     """A hash of each generator's state, of 64 bits: equal on two ranks that will draw alike. 0: it is not in use."""
-    state = _with_lists(note())
+    state = _with_lists(capture_raw())
     texts = [repr(state[kind]) if kind in state else "" for kind in KINDS]
     heads = [hashlib.sha256(text.encode()).digest()[:8] if text else b"" for text in texts]
     return [int.from_bytes(head, "big", signed=True) for head in heads]

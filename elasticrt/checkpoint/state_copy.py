@@ -20,7 +20,7 @@ _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Siz
 # Values of subclasses of these types are saved as the type itself.
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
-# Smaller tensors get new memory at each copy, and those that Note watches are at least as large.
+# Smaller tensors get new memory at each copy, and those that WatchedState watches are at least as large.
 POOLED_BYTES_MIN = 1 << 16
 # The largest number of tensors like each parameter that an optimizer keeps. Adam keeps two.
 MOMENTS = 2
@@ -220,7 +220,7 @@ class Copier:
         return buffer
 
 
-class Note(Copier):
+class WatchedState(Copier):
     """A state as it is now, noted at next to no cost: small tensors are copied, large ones are watched for changes.
 
     Torch counts the changes of a tensor, except for changes by way of `.data`. Raises as `plain_copy`.

@@ -6,7 +6,7 @@ which step it has finished. The ranks behind receive the state of the lowest ran
 The state travels along a chain of TCP connections, in which each rank passes on what it receives. The ranks of a node
 follow one another, so the state comes to each node once. Every wait ends after `STALL_S` without a byte, or when
 another generation begins, so a rank that dies or stops costs seconds. With NCCL, tensors on GPUs travel along the same
-chain through the process group itself (`group_line`).
+chain through the process group itself (`group_transport`).
 
 The outline comes first: the structure and all plain values of the state, with a mark for each tensor, in one small
 message that is read with `weights_only`. The bytes of the tensors follow, and then a checksum of 64 bits over them all.
@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticrt.checkpoint import group_line
+from elasticrt.checkpoint import group_transport
 from elasticrt.checkpoint.checkpoint_dir import parse
-from elasticrt.checkpoint.group_line import GroupLine
+from elasticrt.checkpoint.group_transport import GroupTransport
 from elasticrt.checkpoint.snapshot import gpus_with_room
 from elasticrt.checkpoint.state_copy import MOMENTS, Copier
 from elasticrt.distributed.regroup import Meeting, Overtaken
@@ -56,7 +56,7 @@ SPARE_COPIES = MOMENTS + 2
 """How many tensors like each parameter a newcomer will need: those of its optimizer, and in the first step a gradient
 and a place in a bucket of DDP's reducer."""
 
-Room = bytearray | memoryview
+WritableMemory = bytearray | memoryview
 """Memory to receive into."""
 
 # The form of a number on the way: eight bytes, the most significant one first.
@@ -84,7 +84,7 @@ def chain(steps: Sequence[int], addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted(order, key=lambda rank: nodes.index(addresses[rank])))
 
 
-class Spare:
+class SpareTensors:
     """A newcomer's memory for the optimizer state that it does not have yet, touched while no other rank waits.
 
     A first write to new memory takes several times as long as the state takes to arrive. What the state leaves over is
@@ -111,12 +111,12 @@ class Spare:
         return fitting.pop() if fitting else torch.empty(shape, dtype=dtype, device=device)
 
 
-def share(
+def transfer_state(
     mine: int,
     meeting: Meeting,
     state: Callable[[], dict[str, Any]],
     overwrites: Callable[[], None],
-    spare: Spare | None = None,
+    spare: SpareTensors | None = None,
 ) -> dict[str, Any] | None:
     """Agree on the furthest state, and send or receive it. Collective.
 
@@ -151,32 +151,32 @@ def share(
         place = order.index(meeting.rank)
         rank_before = order[place - 1] if place else None
         rank_behind = order[place + 1] if place + 1 < len(order) else None
-        here = _Place()
+        here = _ChainPlace()
         # Connect before accepting. The socket of the rank before listens already, so no cycle of waits can arise.
         if rank_before is not None:
             here.before = stack.enter_context(_connected(tuple(peers[rank_before][1:]), meeting))
         if rank_behind is not None:
             here.behind = stack.enter_context(_accepted(listening, rank_behind, meeting))
-        device = group_line.device()
+        device = group_transport.device()
         if device is not None:
-            here.lane = GroupLine(device, rank_before, rank_behind, STALL_S, meeting.over)
+            here.transport = GroupTransport(device, rank_before, rank_behind, STALL_S, meeting.over)
         if here.before is not None:
-            return _receive(state(), spare or Spare(), here, overwrites, keeps=mine >= 0)
+            return _receive(state(), spare or SpareTensors(), here, overwrites, keeps=mine >= 0)
         if here.behind is not None:
-            _send(state(), here.behind, here.lane)
+            _send(state(), here.behind, here.transport)
     return None
 
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
-    """Do what `share` does with a state, without a peer. Returns the state in the tensors that it is in already.
+    """Do what `transfer_state` does with a state, without a peer. Returns the state in the tensors that it is in.
 
     A newcomer calls this while no other rank waits, because the first time takes longest.
     """
-    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, Spare(), [])
+    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, SpareTensors(), [])
     return filled
 
 
-class Line:
+class RankConnection:
     """A TCP connection to one rank, used by one thread. The end of a `with` block closes it.
 
     Args:
@@ -192,7 +192,7 @@ class Line:
         self._connection = connection
         self._over = over
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> RankConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +204,7 @@ class Line:
         while left:
             left = left[self._moved(self._connection.send, left) :]
 
-    def fill(self, room: Room) -> None:
+    def fill(self, room: WritableMemory) -> None:
         """Receive until `room` is full."""
         left = memoryview(room)
         while left:
@@ -232,20 +232,20 @@ class Line:
 
 
 @dataclass
-class _Place:
+class _ChainPlace:
     """A rank's place in the chain.
 
     Attributes:
         before: the connection to the rank that this rank receives from; None for the sender.
         behind: the connection to the rank that this rank sends to; None at the end of the chain.
-        lane: carries the tensors that travel through the process group; None if all go through the host.
+        transport: carries the tensors that travel through the process group; None if all go through the host.
     """
 
-    before: Line | None = None
-    behind: Line | None = None
-    lane: GroupLine | None = None
+    before: RankConnection | None = None
+    behind: RankConnection | None = None
+    transport: GroupTransport | None = None
 
-    def passed(self, room: Room) -> Room:
+    def passed(self, room: WritableMemory) -> WritableMemory:
         """Receive until `room` is full, and pass its content on. Returns `room`."""
         assert self.before is not None, "a receiver has one before it"
         self.before.fill(room)
@@ -265,22 +265,22 @@ def _hello(rank: int, meeting: Meeting) -> bytes:
     return f"{meeting.nonce} {rank}".encode()
 
 
-def _connected(address: tuple[str, int], meeting: Meeting) -> Line:
+def _connected(address: tuple[str, int], meeting: Meeting) -> RankConnection:
     try:
-        line = Line(socket.create_connection(address, timeout=STALL_S), meeting.over)
+        line = RankConnection(socket.create_connection(address, timeout=STALL_S), meeting.over)
     except OSError as error:
         raise _lost(str(error)) from error
     line.send(_hello(meeting.rank, meeting))
     return line
 
 
-def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
+def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> RankConnection:
     """The connection of `rank`. Connections of processes outside of this generation are closed."""
     expected, deadline = _hello(rank, meeting), time.monotonic() + STALL_S
     listening.settimeout(LOOK_S)
     while not meeting.over():
         try:
-            line = Line(listening.accept()[0], meeting.over)
+            line = RankConnection(listening.accept()[0], meeting.over)
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise _lost(f"rank {rank} has not come for it in {STALL_S:g} s") from None
@@ -294,31 +294,33 @@ def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
     raise Overtaken
 
 
-def _send(state: dict[str, Any], behind: Line, lane: GroupLine | None) -> None:
+def _send(state: dict[str, Any], behind: RankConnection, transport: GroupTransport | None) -> None:
     """Send `state`: the outline with its length, the bytes of all tensors, their checksum."""
     tensors: list[torch.Tensor] = []
     outline = _outlined(state, tensors)
     behind.send(_NUMBER.pack(len(outline)) + outline)
     checksum = 0
-    through_host, through_group = _parted(tensors, lane)
+    through_host, through_group = _parted(tensors, transport)
     for tensor in through_host:
         host = tensor.cpu().contiguous()
         for piece in _pieces(host):
             behind.send(piece)
             checksum = _added(piece, checksum)
-    if lane is not None:
-        checksum ^= lane.carry([each.contiguous() for each in through_group])
+    if transport is not None:
+        checksum ^= transport.carry([each.contiguous() for each in through_group])
     behind.send(_NUMBER.pack(checksum))
 
 
-def _parted(tensors: Sequence[torch.Tensor], lane: GroupLine | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _parted(
+    tensors: Sequence[torch.Tensor], transport: GroupTransport | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that travel through the host, and those that travel through the process group. Their order stays."""
-    carried = [lane is not None and lane.carries(each) for each in tensors]
+    carried = [transport is not None and transport.carries(each) for each in tensors]
     return list(compress(tensors, map(operator.not_, carried))), list(compress(tensors, carried))
 
 
 def _receive(
-    own: dict[str, Any], spare: Spare, here: _Place, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], spare: SpareTensors, here: _ChainPlace, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
     """Receive a state, pass it on, and return it. It lies in the tensors of `own` where these fit.
 
@@ -334,7 +336,7 @@ def _receive(
     here.passed(outline)
     places: list[torch.Tensor] = []
     filled: dict[str, Any] = _filled(parse(outline), own, spare, places)
-    through_host, through_group = _parted(places, here.lane)
+    through_host, through_group = _parted(places, here.transport)
     places = through_host + through_group
     targets = places
     # Into other memory first, so that this rank keeps its whole state until another one has arrived undamaged.
@@ -360,7 +362,7 @@ def _has_room(through_host: Sequence[torch.Tensor], through_group: Sequence[torc
     return on_host < available_bytes() // 2 and (not on_gpu or bool(gpus_with_room(on_gpu)))
 
 
-def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor], here: _Place) -> None:
+def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor], here: _ChainPlace) -> None:
     """Receive the content of all tensors, and pass it on. Raises RuntimeError when the checksum is not the sender's."""
     checksum = 0
     for target in through_host:
@@ -371,9 +373,9 @@ def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Te
             checksum = _added(here.passed(piece), checksum)
         if not direct:
             target.copy_(host)
-    if here.lane is not None:
+    if here.transport is not None:
         flat = [each.contiguous() for each in through_group]
-        checksum ^= here.lane.carry(flat)
+        checksum ^= here.transport.carry(flat)
         for target, each in zip(through_group, flat, strict=True):
             # This does nothing if both are the same tensor, as `contiguous` returns a contiguous tensor itself.
             target.copy_(each)
@@ -383,7 +385,7 @@ def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Te
         raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
 
 
-def _added(piece: Room, checksum: int) -> int:
+def _added(piece: WritableMemory, checksum: int) -> int:
     """The checksum of all pieces up to `piece`, given the `checksum` of the pieces before it.
 
     It is a polynomial hash over the sums of the pieces. The sum of a piece is that of its 64-bit words and of the bytes
@@ -422,7 +424,7 @@ def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
+def _filled(outline: Any, own: Any, spare: SpareTensors, places: list[torch.Tensor]) -> Any:
     """The state of `outline`, with a tensor for each mark: the one in the same place of `own` if it fits, else a spare.
 
     The tensors are appended to `places`, in the order of their marks.

@@ -13,7 +13,7 @@ from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
 # The name under which a Loop's checkpoint holds elasticrt's own part: position, sampler, random numbers, variables.
-OURS = "elasticrt"
+LOOP_KEY = "elasticrt"
 
 
 def checked(objects: Mapping[str, object]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
     """
     for name, each in objects.items():
         where, kind = f"Loop({name}=)", type(each).__name__
-        if name == OURS:
+        if name == LOOP_KEY:
             raise ConfigError("this name is taken", where, remedy="Use another one")
         if isinstance(each, DataLoader):
             what, remedy = "a loader's own state can't be saved", "Give Loop(sampler=...) an ElasticBatchSampler"
@@ -61,7 +61,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
 
     Raises CheckpointError when `data` does not fit the objects.
     """
-    saved, present = set(data) - {OURS}, set(objects)
+    saved, present = set(data) - {LOOP_KEY}, set(objects)
     if saved != present:
         got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
         raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)

@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
         self._answer("text/event-stream", None)
         told_at = 0.0
-        for story, lines, _ in run_dir.looks(directory, lambda _: False):
+        for story, lines, _ in run_dir.follow(directory, lambda _: False):
             if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json_text(board(story, time.time())).encode() + b"\n\n")

@@ -130,7 +130,7 @@ def show(arguments: argparse.Namespace) -> int:
     Raises ConfigError for an unknown run, and for a file that can't be written.
     """
     story = run_dir.read(directory_of(arguments))
-    now = story.present(time.time())
+    now = story.now_if_running(time.time())
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
@@ -148,7 +148,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def page(story: Story, now: float) -> str:
     """The dashboard's page, in one file for good, with a run as it is at `now` (seconds since 1970) and its report."""
-    told = report.report(story, story.present(now))
+    told = report.report(story, story.now_if_running(now))
     saved = {"board": board(story, now), "text": "\n".join([story.text, *told]).lstrip()}
     # "</script>" in a text would end the element early.
     data = json_text(saved).replace("<", "\\u003c")
@@ -163,20 +163,20 @@ def show_runs(arguments: argparse.Namespace) -> int:
         raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
     if arguments.json:
         for story in map(run_dir.read, run_dir.newest(arguments.log_dir)):
-            write(sys.stdout, json_text(report.as_object(story, story.present(time.time()))) + "\n")
+            write(sys.stdout, json_text(report.as_object(story, story.now_if_running(time.time()))) + "\n")
         return EXIT_OK
     rows = [("run", "begun", "nodes", "steps", "goodput", "")]
     found = run_dir.newest(arguments.log_dir)
     for directory in islice(found, RUNS_SHOWN):
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
-        now = story.present(time.time())
+        now = story.now_if_running(time.time())
         goodput = f"{story.goodput(now):.1%}"
-        nodes = str(len(story.told_by))
+        nodes = str(len(story.nodes_with_events))
         state = sentences.state(story, now)
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state
-        steps = f"{sentences.made(story):,}" if story.counts else "-"
+        steps = f"{sentences.steps_made(story):,}" if story.has_step_numbers else "-"
         rows.append((directory.name, begun, nodes, steps, goodput, cut(state, STATE_SHOWN_BYTES)))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if more := len(list(found)):
@@ -252,7 +252,7 @@ def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[lis
     def over(story: Story) -> bool:
         return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives and not story.alive())
 
-    for _, news, last in run_dir.looks(directory, over):
+    for _, news, last in run_dir.follow(directory, over):
         yield news, last
         if not (last or said):
             said = True

@@ -50,7 +50,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
-        write(sys.stdout, json_text(as_object(story, story.present(time.time()))) + "\n")
+        write(sys.stdout, json_text(as_object(story, story.now_if_running(time.time()))) + "\n")
         return story.result is not None or not story.alive()
     try:
         with opened(run_id, directory, options) as run:
@@ -64,16 +64,16 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             raise
         # Read again: the run may have ended meanwhile, and its etcd with it.
         story = run_dir.read(directory)
-        write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
+        write(sys.stdout, plain("\n".join(head(story, story.now_if_running(time.time())))) + "\n")
         if story.result is not None or not story.alive():
             return True
         if away and not arguments.watch:
             raise
         told = "etcd does not answer: " if isinstance(error, StoreUnavailable) else "told by its directory alone: "
         write(sys.stdout, plain(f"{told}{error}\n"))
-        return not away and story.present(time.time()) is None
+        return not away and story.now_if_running(time.time()) is None
     if story is not None:
-        write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
+        write(sys.stdout, plain("\n".join(sums(story, story.now_if_running(time.time())))) + "\n")
     return ended or (story is not None and story.result is not None)
 
 
@@ -92,7 +92,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     gone = {who for who, life in newest.items() if life.code is not None or life.gone_at is not None}
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
     over = story is not None and not story.alive()
-    standing = story.standing(now) if story is not None else ""
+    standing = story.standstill_sentence(now) if story is not None else ""
     since = story.waits_since if story is not None else None
     waited = f", no step for {lasted(now - since)}" if since is not None else ""
     needed, waits = spec.spec.min_nodes, generation is not None and generation.waits

@@ -31,7 +31,7 @@ from elasticrt.data.durable_files import sync, sync_tree
 from elasticrt.distributed import agent_client
 from elasticrt.errors import ConfigError, PreparationError, explain
 from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE, make_directory, write_text
-from elasticrt.ipc.messages import Built, Claim, Reply
+from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply
 from elasticrt.ipc.std_streams import say
 
 PROGRESS_S = 10.0
@@ -96,15 +96,15 @@ def prepare(
     if ranks is None:
         _ready(target, build, version, scope, limit_s)
         return target
-    ranks.come()
+    ranks.arrive()
     try:
         _ready(target, build, version, scope, limit_s)
     except PreparationError as error:
         # The other ranks may have ended, and the store with them. The error to raise is the one of the build.
         with contextlib.suppress(RuntimeError):
-            ranks.through(str(error))
+            ranks.finish(str(error))
         raise
-    ranks.through()
+    ranks.finish()
     try:
         problem = ranks.wait(limit_s)
     except TimeoutError as late:
@@ -121,7 +121,7 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
     page, began = agent_client.status_page(), time.monotonic()
     try:
         make_directory(target.parent)
-        for_all = scope == "shared" and agent_client.agent_link().linked
+        for_all = scope == "shared" and agent_client.agent_link().has_agent
         right = ClaimRight(target, version) if for_all else LockRight(target)
         while True:
             if right.ask():
@@ -403,17 +403,17 @@ class ClaimRight:
 
     def failed(self, error: str) -> None:
         """The build has failed. All nodes fail with `error`."""
-        self._request(lambda number: Built(number, self._name, self._version, error[:_ERROR_CHARS]))
+        self._request(lambda number: BuildDone(number, self._name, self._version, error[:_ERROR_CHARS]))
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
         """Put the result in place and record that in etcd, if the claim still stands. False when the claim was lost."""
-        # A builder keeps its claim, so another Claim asks whether it still stands.
+        # A builder keeps its claim, so another ClaimBuild asks whether it still stands.
         while (reply := self._claim()).refusal == "unsure":
             time.sleep(self.poll_s)
         if not reply.ok:
             return False
         put_in_place()
-        return self._request(lambda number: Built(number, self._name, self._version)).ok
+        return self._request(lambda number: BuildDone(number, self._name, self._version)).ok
 
     def release(self) -> None:
         """Nothing to do: a claim ends when its result or failure is recorded, or with the lease of its builder."""
@@ -423,7 +423,7 @@ class ClaimRight:
 
         Raises PreparationError when the agent refuses for good, or when etcd has not answered for UNSURE_S.
         """
-        reply = self._request(lambda number: Claim(number, self._name, self._version))
+        reply = self._request(lambda number: ClaimBuild(number, self._name, self._version))
         if reply.refusal != self._refusal:
             self._refusal, self._since = reply.refusal, time.monotonic()
             if reply.refusal == "unsure":
@@ -433,7 +433,7 @@ class ClaimRight:
             raise PreparationError("the agent refuses the preparation", str(self._target), got=reply.reason)
         return reply
 
-    def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
+    def _request(self, make: Callable[[int], ClaimBuild | BuildDone]) -> Reply:
         reply = self._agent.request(make, _ANSWER_S)
         if reply is None:
             got = f"nothing in {_ANSWER_S:.0f} s"

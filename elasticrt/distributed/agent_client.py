@@ -25,7 +25,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.flights import shortened
-from elasticrt.ipc.messages import Done, Look, Message, Release, Reply, Reseat
+from elasticrt.ipc.messages import Message, Release, Reply, Reseat, ScriptDone, ShowStack
 from elasticrt.ipc.status_page import PAGE_BYTES, STACK_BEGINS, STACKS_SIGNAL, TEXT_BYTES, StatusPage
 
 _log = logging.getLogger(__name__)
@@ -38,23 +38,23 @@ class AgentClient:
         channel: the channel. None where there is no agent: then nothing is sent, and requests are refused.
 
     Attributes:
-        linked: whether there was an agent.
+        has_agent: whether there was an agent.
     """
 
     def __init__(self, channel: Channel | None) -> None:
-        self.linked = channel is not None
+        self.has_agent = channel is not None
         self._channel = channel
         self._pid = os.getpid()
         self._lock = threading.Lock()  # Guards sending, `_closed` and `_waiting`.
-        self._closed = "" if self.linked else "there is none"  # Why nothing can be sent any more; "" while it can.
+        self._closed = "" if self.has_agent else "there is none"  # Why nothing can be sent any more; "" while it can.
         self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}  # Where an answer goes, by number of its request.
         self._numbers = itertools.count(1)
-        self._news = threading.Condition()  # Guards the attributes below.
+        self._changed = threading.Condition()  # Guards the attributes below.
         self._released = False
         # Seats are numbered in the order of their arrival: the newest that has come, and the newest that was taken.
         self._announced = self._taken = 0
         self._seat: tuple[int, WorkerEnv] | None = None  # The newest seat with its number, until it is taken.
-        self._on_seat: Callable[[], object] = bool  # See `follow`.
+        self._on_seat: Callable[[], object] = bool  # See `call_on_seat`.
         if channel is not None:
             threading.Thread(target=self._read, args=(channel,), name="elasticrt-link", daemon=True).start()
 
@@ -83,7 +83,7 @@ class AgentClient:
         finally:
             self._waiting.pop(number, None)
 
-    def post(self, message: Message) -> bool:
+    def try_send(self, message: Message) -> bool:
         """Send a small report if that needs no waiting. Returns whether it was sent."""
         # Linux calls a unix socket writable while three quarters of its buffer are free. A report then fits.
         if self._channel is None or os.getpid() != self._pid or not self._lock.acquire(blocking=False):
@@ -93,14 +93,14 @@ class AgentClient:
         finally:
             self._lock.release()
 
-    def say(self, message: Message, fds: Sequence[int] = ()) -> bool:
+    def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
         """Send a message that has no answer, and wait for room. Returns whether it was sent; False without an agent."""
         if os.getpid() != self._pid:
             return False
         with self._lock:
             return not self._send(message, fds)
 
-    def follow(self, on_seat: Callable[[], object]) -> None:
+    def call_on_seat(self, on_seat: Callable[[], object]) -> None:
         """From now on the reading thread calls `on_seat` for each new seat, before the seat can be taken."""
         self._on_seat = on_seat
 
@@ -110,7 +110,7 @@ class AgentClient:
         return self._seat is not None
 
     @property
-    def overtaken(self) -> bool:
+    def is_overtaken(self) -> bool:
         """Whether a newer seat has come than the one that was taken last.
 
         This becomes true before connections are cut for the new seat. So an error that the cut causes is known as such.
@@ -123,14 +123,14 @@ class AgentClient:
         There is no timeout, because only the agent knows how long a seat may take: with too few nodes the run waits for
         others, and a newcomer waits while the training is in a pause.
         """
-        with self._news:
-            self._news.wait_for(lambda: self._seat is not None or self._released)
+        with self._changed:
+            self._changed.wait_for(lambda: self._seat is not None or self._released)
             if self._seat is None:
                 return None
             (self._taken, seat), self._seat = self._seat, None
             return seat
 
-    def linger(self, code: int, wait_s: float, then: Callable[[], object]) -> None:
+    def wait_for_release(self, code: int, wait_s: float, then: Callable[[], object]) -> None:
         """Report the end of the script, and wait for Release or for the end of the agent.
 
         Args:
@@ -139,13 +139,13 @@ class AgentClient:
             then: what to do in a long wait.
         """
         with self._lock:
-            problem = self._send(Done(code))
-        with self._news:
-            released = self._news.wait_for(lambda: self._released or problem, wait_s)
+            problem = self._send(ScriptDone(code))
+        with self._changed:
+            released = self._changed.wait_for(lambda: self._released or problem, wait_s)
         if not released:
             then()
-            with self._news:
-                self._news.wait_for(lambda: self._released)
+            with self._changed:
+                self._changed.wait_for(lambda: self._released)
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
         """Send a message; the caller holds `_lock`. Returns why that was not possible, or ""."""
@@ -185,10 +185,10 @@ class AgentClient:
             if answer is not None:
                 answer.put(message)
         elif isinstance(message, Release):
-            with self._news:
+            with self._changed:
                 self._released = True
-                self._news.notify_all()
-        elif isinstance(message, Look):
+                self._changed.notify_all()
+        elif isinstance(message, ShowStack):
             _show_stack()
             _show_collectives()
 
@@ -207,12 +207,12 @@ class AgentClient:
         # This cuts the present group. The seat is offered only afterwards: otherwise the main thread could take it, and
         # the cut would hit the new group.
         self._on_seat()
-        with self._news:
+        with self._changed:
             # A seat that was never taken is replaced. Its listening socket is of no use any more.
             if self._seat is not None and self._seat[1].listen_fd >= 0:
                 os.close(self._seat[1].listen_fd)
             self._seat = self._announced, seat
-            self._news.notify_all()
+            self._changed.notify_all()
 
 
 def _refusal(number: int, problem: str) -> Reply:
@@ -291,7 +291,7 @@ def status_page() -> StatusPage:
 def show_stacks() -> None:
     """Let the agent see the main thread's stack by STACKS_SIGNAL, unless the script uses this signal itself.
 
-    The agent asks by the message `messages.Look` first, which the link's thread answers. That thread cannot answer
+    The agent asks by the message `messages.ShowStack` first, which the link's thread answers. That thread cannot answer
     while another thread holds the interpreter's lock, and a script without a Loop has no link. In these cases the agent
     sends the signal, and faulthandler writes the stack from C.
     """

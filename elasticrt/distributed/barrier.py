@@ -63,7 +63,7 @@ def together() -> bool:
 
 
 class Barrier:
-    """One barrier, used once. A rank may call `come` when it arrives, then calls `through`, then `wait`.
+    """One barrier, used once. A rank may call `arrive` when it is there, then calls `finish`, then `wait`.
 
     Args:
         what: the barrier's name in messages.
@@ -79,11 +79,11 @@ class Barrier:
         # Torchrun and our agent both set this variable.
         self._limit_s = math.inf if "TORCHELASTIC_RUN_ID" in os.environ else UNWATCHED_S
 
-    def come(self) -> None:
+    def arrive(self) -> None:
         """Announce that this rank is here, and not through yet."""
         self._write("?")
 
-    def through(self, error: str = "") -> None:
+    def finish(self, error: str = "") -> None:
         """Announce that this rank is through, or the `error` because of which it never will be."""
         word = f"-{error}"[:_ERROR_CHARS] if error else "+"
         self._write(word)
@@ -107,7 +107,7 @@ class Barrier:
         return error
 
     def wait_for(self, rank: int) -> str:
-        """As `wait`, for the one rank `rank`. That rank must not call `come`, which writes the same key."""
+        """As `wait`, for the one rank `rank`. That rank must not call `arrive`, which writes the same key."""
         return self._wait(rank, prints=self._rank == rank + 1, limit_s=math.inf)
 
     def _write(self, word: str) -> None:
@@ -157,7 +157,7 @@ def barrier() -> None:
     require_group("barrier")
     if not alone():
         meeting = Barrier("barrier()")
-        meeting.through()
+        meeting.finish()
         meeting.wait()
 
 
@@ -196,9 +196,9 @@ def _first(leader: int, name: str) -> Iterator[bool]:
         # The store may be gone, and the others cannot be told. The error that the user must see is still this one.
         with contextlib.suppress(RuntimeError):
             if rank == leader:
-                turns.through(f"rank {rank}: {type(error).__name__}: {error}")
+                turns.finish(f"rank {rank}: {type(error).__name__}: {error}")
         raise
     finally:
         _in_turns -= 1
     if rank == leader:
-        turns.through()
+        turns.finish()

@@ -213,7 +213,7 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     def make(**options: Any) -> None:
         # Sockets are noted only while the group is made, not while this rank waits for others: connections that the
         # script opens during the wait do not belong to the group.
-        with regroup.SOCKETS.noted(world_size, backend, collectives.launched("MASTER_PORT", 0)):
+        with regroup.SOCKETS.noting_group(world_size, backend, collectives.launched("MASTER_PORT", 0)):
             make_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **options)
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -239,7 +239,7 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         # still be preparing their data. The agent ends this process if they can't come.
         store, rank, world_size = next(torch_dist.rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
-        meeting.through()
+        meeting.finish()
         meeting.wait()
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         make(store=store, rank=rank, world_size=world_size)

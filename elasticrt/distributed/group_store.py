@@ -154,8 +154,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         port: the server's TCP port.
         nonce: the generation's nonce.
         timeout_s: how long a question may wait for its answer, in seconds.
-        hear: called with every value of bytes that this client sets or gets. A value to set is passed before the server
-            has it, a value that was got before the caller has it.
+        on_values: called with every value of bytes that this client sets or gets. A value to set is passed before the
+            server has it, a value that was got before the caller has it.
 
     Attributes:
         address: the address of this machine towards the server.
@@ -164,10 +164,10 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
     """
 
     def __init__(
-        self, address: str, port: int, nonce: str, timeout_s: float, hear: Callable[[list[bytes]], object]
+        self, address: str, port: int, nonce: str, timeout_s: float, on_values: Callable[[list[bytes]], object]
     ) -> None:
         super().__init__()
-        self._hear = hear
+        self._on_values = on_values
         self._to = (address, port)
         self._nonce = nonce
         self._own = threading.local()
@@ -183,7 +183,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
     def exchange(self, key: str, value: str | bytes, keys: Sequence[str]) -> list[bytes]:
         """Store `value` under `key`, and return the values of `keys` once all of them are there. One question."""
         if not isinstance(value, str):
-            self._hear([bytes(value)])
+            self._on_values([bytes(value)])
         text = value if isinstance(value, str) else bytes(value).decode("latin-1")
         return self._got(self._ask(op="set", key=key, value=text, keys=list(keys)))
 
@@ -225,7 +225,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
 
     def _got(self, values: Sequence[str]) -> list[bytes]:
         got = [str(each).encode("latin-1") for each in values]
-        self._hear(got)
+        self._on_values(got)
         return got
 
     def _ask(self, *, timeout: datetime.timedelta | None = None, **question: Any) -> Any:

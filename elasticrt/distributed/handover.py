@@ -18,12 +18,12 @@ from types import TracebackType
 
 from elasticrt.distributed import agent_client
 from elasticrt.errors import Handover
-from elasticrt.ipc.messages import Left
+from elasticrt.ipc.messages import LeftGeneration
 from elasticrt.ipc.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
-left = False
+has_left = False
 """Whether this process has left its loop because the membership changes. Its state is not lost: other processes have
 it, or the agent reports what no process has."""
 
@@ -55,25 +55,25 @@ def must_leave(page: StatusPage, step: int) -> bool:
     return False
 
 
-def staying(step: int) -> Callable[[], object]:
+def make_stop_report(step: int) -> Callable[[], object]:
     """A function that tells the agent: this process has stopped after `step`, and waits for a seat.
 
-    Any thread may call that function. Its report is for the generation in which `staying` was called, even if this
-    process has another seat by then.
+    Any thread may call that function. Its report is for the generation in which `make_stop_report` was called, even if
+    this process has another seat by then.
     """
-    return partial(agent_client.agent_link().say, Left(agent_client.worker_env().generation, step))
+    return partial(agent_client.agent_link().send, LeftGeneration(agent_client.worker_env().generation, step))
 
 
 def leave(step: int) -> Handover:
     """Report that this process has stopped after `step`, as agreed. Returns the exception that ends its loop."""
-    staying(step)()
-    return departure(step)
+    make_stop_report(step)()
+    return handover_exception(step)
 
 
-def departure(step: int) -> Handover:
+def handover_exception(step: int) -> Handover:
     """The exception that ends the loop of a process without a seat in the next generation. It is not printed."""
-    global left
-    left, before = True, sys.excepthook
+    global has_left
+    has_left, before = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, Handover):

@@ -37,7 +37,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.proc import end_in, ends_of, is_connection, is_open_socket, listens, ports_of, sockets_of
+from elasticrt.ipc.proc import (
+    is_connection,
+    is_open_socket,
+    listens,
+    ports_of,
+    sockets_of,
+    tcp_address_in,
+    tcp_addresses_of,
+)
 from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
@@ -61,7 +69,7 @@ until making the group has failed, for at most CUT_S_MAX seconds."""
 ABORTED = ("nccl",)
 """Backends whose groups are freed by an abort: their ranks wait for a peer in a kernel, not at a socket."""
 
-KNOCK_S = 1.0
+CONNECT_TO_SELF_S = 1.0
 """The timeout, in seconds, of a connection from this process to itself."""
 
 
@@ -87,12 +95,15 @@ class GroupSockets:
         # known, and every new socket counts as the group's.
         self._addresses: set[bytes] | None = None
         self._store_port = 0  # The TCP port of the default group's store.
-        # Frees a thread that waits at a listening socket of the group that is being made: `_knock` or `_deafen`.
-        self._free: Callable[[socket.socket], bool] = bool
-        self._freed: set[str] = set()  # The names of listening sockets that `_free` has dealt with.
+        # Frees a thread that waits at a listening socket of the group that is being made: `_connect_and_close` or
+        # `_stop_listening`.
+        self._free_waiter: Callable[[socket.socket], bool] = bool
+        self._freed: set[str] = set()  # The names of listening sockets that `_free_waiter` has dealt with.
 
     @contextlib.contextmanager
-    def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0, *, hears: bool = False) -> Iterator[None]:
+    def noting_group(
+        self, ranks: int, backend: str = "gloo", store_port: int = 0, *, stores_tell: bool = False
+    ) -> Iterator[None]:
         """Note the connections of a group that is made in this block, by whichever thread.
 
         Args:
@@ -100,8 +111,9 @@ class GroupSockets:
             backend: torch's name of the group's backend.
             store_port: the TCP port of the default group's store, if this is the default group; else 0. Connections to
                 this port belong to the group as well, whenever they are made.
-            hears: whether `hear` will get what the ranks of a gloo group store. If not, or with another backend, every
-                socket that is opened in this block counts as the group's, until `heard` is called.
+            stores_tell: whether `note_addresses` will get what the ranks of a gloo group store. If not, or with another
+                backend, every socket that is opened in this block counts as the group's, until `set_addresses` is
+                called.
         """
         if self._before is not None:
             # Inside of the block of `meet` or `init`, which notes the default group as a whole: torch's helper, which
@@ -111,8 +123,8 @@ class GroupSockets:
         with self._lock:
             self._before, self._store_port = sockets_of(), store_port or self._store_port
             # With a single rank there is no address to hear of, and no connection to note.
-            self._addresses = set() if backend == "gloo" and (hears or ranks == 1) else None
-            self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
+            self._addresses = set() if backend == "gloo" and (stores_tell or ranks == 1) else None
+            self._free_waiter = _stop_listening if backend in ABORTED else partial(_connect_and_close, ranks=ranks)
             self._freed.clear()
         try:
             yield
@@ -125,18 +137,20 @@ class GroupSockets:
                     # group. The other new connections lead to the peers.
                     ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
                     stores = dict(each for each in ports if store_port in ports[each])
-                    self._follow({fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores})
+                    self._watch_peers(
+                        {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
+                    )
                     self._known |= stores
                 self._before = self._addresses = None
                 self._lock.notify_all()
 
-    def hear(self, values: Iterable[bytes]) -> None:
+    def note_addresses(self, values: Iterable[bytes]) -> None:
         """Take note of `values` that ranks of the group being made have stored: the addresses on which they listen."""
         if self._addresses is not None:
             self._addresses.update(map(_address_in, values))
 
-    def heard(self, values: Iterable[bytes]) -> None:
-        """As `hear`, with the `values` of all ranks of the group that is being made."""
+    def set_addresses(self, values: Iterable[bytes]) -> None:
+        """As `note_addresses`, with the `values` of all ranks of the group that is being made."""
         self._addresses = set(map(_address_in, values))
 
     def cut(self) -> None:
@@ -166,7 +180,7 @@ class GroupSockets:
             return True
         return False
 
-    def _follow(self, peers: dict[int, str]) -> None:
+    def _watch_peers(self, peers: dict[int, str]) -> None:
         """Register the connections that `lost_a_peer` looks at, in place of those of the group before."""
         if self._open_peers is not None:
             self._open_peers.close()
@@ -184,7 +198,7 @@ class GroupSockets:
         new = self._new()
         doomed, self._known = {**self._known, **new}, {}
         for fd, name in new.items():
-            if name not in self._freed and _with_socket(fd, name, self._free):
+            if name not in self._freed and _with_socket(fd, name, self._free_waiter):
                 self._freed.add(name)
         for fd, name in doomed.items():
             _with_socket(fd, name, partial(_shut, complete=fd not in new))
@@ -197,7 +211,7 @@ class GroupSockets:
         # a connection that is not cut may hold a thread for ever.
         if addresses is None or b"" in addresses:
             return new
-        group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(ends_of(fd))}
+        group = {fd: name for fd, name in new.items() if not addresses.isdisjoint(tcp_addresses_of(fd))}
         return group | {fd: name for fd, name in new.items() if self._store_port and self._store_port in ports_of(fd)}
 
 
@@ -207,23 +221,23 @@ def _address_in(value: bytes) -> bytes:
     The value (torch 2.13) is the length of the host's name, the name, the length of the address, and the address, a C
     `sockaddr`. Both lengths have eight bytes in the machine's order. The longest address, of IPv6, has 28 bytes.
     """
-    return end_in(value[16 + int.from_bytes(value[:8], sys.byteorder) :][:28])
+    return tcp_address_in(value[16 + int.from_bytes(value[:8], sys.byteorder) :][:28])
 
 
-def _ask(store: Any, ranks: int) -> None:
+def _read_addresses(store: Any, ranks: int) -> None:
     """Read in the store of a new gloo group where its ranks listen: torch's own stores do not report what is stored."""
     # Gloo's keys for the ranks' addresses (torch 2.13).
     keys = [f"cpu//0/{rank}" for rank in range(ranks)]
     torch_dist = cast("Any", dist)  # It offers more than it declares.
     if store is None:
         # This process is not among the group's ranks.
-        SOCKETS.heard([])
+        SOCKETS.set_addresses([])
     # At level DETAIL torch makes a second gloo group beside each group, with other keys. Every new socket then counts.
     elif torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL:
         # Not every store has `check` and `multi_get`.
         with contextlib.suppress(RuntimeError):
             if store.check(keys):
-                SOCKETS.heard(store.multi_get(keys))
+                SOCKETS.set_addresses(store.multi_get(keys))
 
 
 def _with_socket(fd: int, name: str, act: Callable[[socket.socket], Any]) -> Any:
@@ -252,7 +266,7 @@ def _shut(each: socket.socket, *, complete: bool) -> None:
         each.shutdown(socket.SHUT_RD if complete else socket.SHUT_RDWR)
 
 
-def _knock(each: socket.socket, ranks: int) -> bool:
+def _connect_and_close(each: socket.socket, ranks: int) -> bool:
     """Connect to a listening socket of a group that is being made, as each of `ranks` ranks would, and hang up.
 
     Of each two ranks, one waits for the other to connect. If the other dies before it connects, there is no connection
@@ -264,14 +278,14 @@ def _knock(each: socket.socket, ranks: int) -> bool:
         return False
     for rank in range(ranks):
         with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
-            knocking.settimeout(KNOCK_S)
+            knocking.settimeout(CONNECT_TO_SELF_S)
             knocking.connect(each.getsockname())
             # By this number gloo knows which rank has connected.
             knocking.sendall(struct.pack("=q", rank))
     return True
 
 
-def _deafen(each: socket.socket) -> bool:
+def _stop_listening(each: socket.socket) -> bool:
     """Shut down a listening socket of an NCCL group that is being made. Returns whether `each` listens.
 
     One call makes a communicator, and torch knows the communicator only after that call. Until then there is nothing to
@@ -292,15 +306,16 @@ _served: list[GroupStoreServer] = []
 group is kept for a while: the next generation may have the same port, and of two stores behind one port each would get
 some of the ranks."""
 
-# What was left, oldest first, and when (`time.monotonic`): groups, DDP modules and sockets that `tidy` releases.
+# What was left, oldest first, and when (`time.monotonic`): groups, DDP modules and sockets for `release_retired`.
 _retired: list[tuple[float, list[Any]]] = []
 
 
 _kept: list[Any] = []
-"""Every process group that was made since `keep`, until `tidy` finds that no group's thread has work left."""
+"""Every process group that was made since `keep_groups`, until `release_retired` finds that no group's thread has work
+left."""
 
 
-class _Kept(dict[Any, Any]):
+class _KeptGroups(dict[Any, Any]):
     """A replacement of `_pg_map`, torch's map of known groups, that keeps groups after torch has removed them."""
 
     def __setitem__(self, group: Any, about: Any) -> None:
@@ -312,7 +327,7 @@ class _Kept(dict[Any, Any]):
         super().__delitem__(group)
 
 
-def keep() -> None:
+def keep_groups() -> None:
     """Keep every process group that is made from now on. Does nothing in a torch without `_pg_map`.
 
     A gloo group is destroyed with the last reference to it, which a DistributedDataParallel in a local variable often
@@ -323,7 +338,7 @@ def keep() -> None:
     known = getattr(dist.distributed_c10d, "_pg_map", None)
     if type(known) is dict:
         # Torch has no hook for the beginning or the end of a group.
-        dist.distributed_c10d._pg_map = _Kept(known)
+        dist.distributed_c10d._pg_map = _KeptGroups(known)
 
 
 def note_groups() -> None:
@@ -335,11 +350,11 @@ def note_groups() -> None:
     @functools.wraps(made)
     def make(*args: Any, **options: Any) -> Any:
         # The helper's first argument is the group's size, its fourth the backend.
-        with SOCKETS.noted(args[0], args[3], hears=_store_in_use is not None):
+        with SOCKETS.noting_group(args[0], args[3], stores_tell=_store_in_use is not None):
             group, store = made(*args, **options)
             # A `GroupStore` has reported the addresses already.
             if _store_in_use is None and args[3] == "gloo":
-                _ask(store, args[0])
+                _read_addresses(store, args[0])
             return group, store
 
     make.noted = True  # type: ignore[attr-defined]
@@ -407,7 +422,7 @@ def _end_group() -> None:
     dist.destroy_process_group()
 
 
-def tidy() -> None:
+def release_retired() -> None:
     """Release what was left more than RETIRED_S ago. Call this where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
@@ -517,7 +532,7 @@ def meet(
     # each twice.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     try:
-        with SOCKETS.noted(worker.world_size, backend, worker.master_port, hears=True):
+        with SOCKETS.noting_group(worker.world_size, backend, worker.master_port, stores_tell=True):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             # The global holds the store, because torch keeps no reference to a store that is made in Python.
             _store_in_use = _store(worker, timeout_s, over)
@@ -541,7 +556,7 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s, SOCKETS.hear)
+            return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s, SOCKETS.note_addresses)
         except RuntimeError:
             # Rank 0 may still be leaving the store of the generation before, which has the same port.
             if over():
@@ -556,7 +571,7 @@ def has_subgroups() -> bool:
     return len(dist.distributed_c10d._world.pg_map) > 1
 
 
-def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
+def exchanged_parameters(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters of a DDP module that are not frozen now.
 
     A DDP module exchanges the gradients of the parameters that were not frozen when the module was made, so call this
@@ -566,14 +581,14 @@ def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [each for name, each in layer.module.named_parameters() if each.requires_grad and name not in ignored]
 
 
-def obstacle(
+def rebuild_obstacle(
     layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], given: Collection[object]
 ) -> str:
     """Why a DDP module cannot be given another group; "" if it can.
 
     Args:
         layer: the DDP module.
-        parameters: the parameters whose gradients the module is believed to exchange, by `exchanged`.
+        parameters: the parameters whose gradients the module is believed to exchange, by `exchanged_parameters`.
         given: the Loop's objects.
     """
     logger: Any = layer.logger

@@ -29,7 +29,7 @@ OBEY_S = 2.0
 
 
 class SignalGuard:
-    """The guard of one Loop, up while the Loop runs.
+    """The guard of one Loop, installed while the Loop runs.
 
     Attributes:
         received_at: when a signal came that the agent had not announced (`time.monotonic`); None before.
@@ -41,7 +41,7 @@ class SignalGuard:
         self._received_number = signal.SIGTERM
         self._before: dict[signal.Signals, Any] = {}  # The handler that each guarded signal had.
 
-    def raise_(self) -> None:
+    def install(self) -> None:
         """Guard from now on. Does nothing without an agent and outside of the main thread.
 
         A signal for which the script has a handler is left alone.
@@ -52,7 +52,7 @@ class SignalGuard:
             if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[each] = signal.signal(each, self._received)
 
-    def lower(self, *, obeys: bool) -> None:
+    def remove(self, *, obeys: bool) -> None:
         """Stop guarding. With `obeys`, a signal that has not been acted upon ends this process now.
 
         Without `obeys` an exception has ended the loop. The exception ends the process anyway, and is to be reported.

@@ -88,7 +88,7 @@ def memory_groups(root: Path = Path("/")) -> list[tuple[Path, Names]]:
     return [(root / directory.lstrip("/"), names) for directory, names in found]
 
 
-def room(files: Mapping[str, str], names: Names) -> int | None:
+def free_bytes(files: Mapping[str, str], names: Names) -> int | None:
     """How many more bytes may be used in one control group; None for no limit. Pure.
 
     The page cache of files that were not used lately counts as free, because the kernel drops it first.
@@ -112,6 +112,6 @@ def available_bytes(root: Path = Path("/")) -> int:
     fields = dict(line.split(":", 1) for line in text_of(root / "proc/meminfo").splitlines())
     free = [int(fields["MemAvailable"].split()[0]) * 1024]
     for group, names in memory_groups(root):
-        left = room({name: text_of(group / name) for name in (*names.limits, names.usage, STAT)}, names)
+        left = free_bytes({name: text_of(group / name) for name in (*names.limits, names.usage, STAT)}, names)
         free += [] if left is None else [left]
     return min(free)

@@ -14,14 +14,14 @@ from typing import Any, get_args
 from elasticrt.ipc.typed import typed
 
 HANDED_OVER_CODE = 79
-"""The exit code of a forked worker that has left its loop for a handover, after its message `Left`."""
+"""The exit code of a forked worker that has left its loop for a handover, after its message `LeftGeneration`."""
 
 FRAME_MAX_BYTES = 40 * 1024 * 1024
 """The largest frame. The largest message holds an environment and a command line: Linux limits both together to 6 MiB,
 and JSON writes a control character as six bytes."""
 
 ERRNO = "errno"
-"""In the data of an agent's refusal of `Own`: the errno with which the directory can't be taken."""
+"""In the data of an agent's refusal of `OpenDirectory`: the errno with which the directory can't be taken."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Own:
+class OpenDirectory:
     """Ask for the newest commit of a checkpoint directory, and with `take` for the right to save there.
 
     Answered by Reply: `data["head"]` has the commit, if there is one. The refusal "taken" means that another live run
@@ -164,11 +164,11 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimBuild:
     """Ask for the right to build the data set `name` for all nodes that share the directory. Answered by Reply.
 
     `Reply.ok` means: build. Otherwise the refusal is "done"; "failed", with the builder's error; "wait", with the
-    builder's node; or "unsure". After "wait" and "unsure" the worker sends another Claim.
+    builder's node; or "unsure". After "wait" and "unsure" the worker sends another ClaimBuild.
     """
 
     request: int
@@ -177,7 +177,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildDone:
     """The claimed data set is in place (renamed, synced). Answered by Reply.
 
     With an `error`, which the user's build function raised, all workers that wait for `name` fail with this error.
@@ -190,14 +190,14 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Done:
+class ScriptDone:
     """The script has ended with `code`, and this process stays until Release because it hosts the group's store."""
 
     code: int
 
 
 @dataclass(frozen=True)
-class Left:
+class LeftGeneration:
     """The worker has left `generation`, and waits for another seat or leaves its loop.
 
     Attributes:
@@ -242,7 +242,7 @@ class Unsaved:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class CopyDamaged:
     """The copy in this node's memory is damaged. This worker fails, and no other may use the copy."""
 
 
@@ -285,17 +285,17 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Look:
+class ShowStack:
     """Steps stand still: the worker writes its stack, `begun` and `flights` on its status page."""
 
 
 # From a worker. Each of these is answered by a Reply, as is a Copied with a request number.
-Request = Save | Own | Claim | Built
-FromWorker = Step | Copied | Unsaved | Damaged | Left | Done | Request
+Request = Save | OpenDirectory | ClaimBuild | BuildDone
+FromWorker = Step | Copied | Unsaved | CopyDamaged | LeftGeneration | ScriptDone | Request
 FromParent = Warm | Started | Exited
 # The agent sends the other kinds: Start and Signal to the worker parent (to which a closed channel means "end"), all
 # others to workers.
-Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
+Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | ShowStack
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 

@@ -159,7 +159,7 @@ def is_connection(each: socket.socket) -> bool:
 
 def ports_of(fd: int) -> tuple[int, ...]:
     """The local and the remote port of the TCP connection behind `fd`; empty for anything else, or if it is closed."""
-    ends = ends_of(fd)
+    ends = tcp_addresses_of(fd)
     return tuple(int.from_bytes(each[2:4], "big") for each in ends) if len(ends) > 1 else ()
 
 
@@ -167,33 +167,33 @@ SO_PEERNAME = 28
 """A socket option of Linux. Unlike `getpeername` it also tells the peer of a connection that is still being made."""
 
 # How many bytes of a `sockaddr` hold family, port and host; an IPv6 one has its flow information in between.
-_END_BYTES: dict[int, int] = {socket.AF_INET: 8, socket.AF_INET6: 24}
+_ADDRESS_BYTES: dict[int, int] = {socket.AF_INET: 8, socket.AF_INET6: 24}
 
 
-def ends_of(fd: int) -> list[bytes]:
-    """The local and the remote address of the TCP socket behind `fd`, as `end_in` returns addresses.
+def tcp_addresses_of(fd: int) -> list[bytes]:
+    """The local and the remote address of the TCP socket behind `fd`, as `tcp_address_in` returns addresses.
 
     Only the local one for a listening socket; none for anything else, and if it is closed by now.
     """
     ends = []
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
         if _is_tcp(each):
-            ends.append(_end(each.family, *each.getsockname()[:2]))
+            ends.append(_packed_address(each.family, *each.getsockname()[:2]))
             try:
-                ends.append(_end(each.family, *each.getpeername()[:2]))
+                ends.append(_packed_address(each.family, *each.getpeername()[:2]))
             except OSError:
-                ends.append(each.getsockopt(socket.SOL_SOCKET, SO_PEERNAME, _END_BYTES[each.family]))
+                ends.append(each.getsockopt(socket.SOL_SOCKET, SO_PEERNAME, _ADDRESS_BYTES[each.family]))
     return ends
 
 
-def _end(family: int, host: str, port: int) -> bytes:
-    packed = socket.inet_pton(family, host.partition("%")[0]).rjust(_END_BYTES[family] - 4, b"\0")
+def _packed_address(family: int, host: str, port: int) -> bytes:
+    packed = socket.inet_pton(family, host.partition("%")[0]).rjust(_ADDRESS_BYTES[family] - 4, b"\0")
     return family.to_bytes(2, sys.byteorder) + port.to_bytes(2, "big") + packed
 
 
-def end_in(address: bytes) -> bytes:
+def tcp_address_in(address: bytes) -> bytes:
     """Family, port and host in C's `sockaddr`, as bytes that can be compared; b"" if it is not an address of TCP."""
-    size = _END_BYTES.get(int.from_bytes(address[:2], sys.byteorder), 0)
+    size = _ADDRESS_BYTES.get(int.from_bytes(address[:2], sys.byteorder), 0)
     return address[:size] if len(address) >= size else b""
 
 

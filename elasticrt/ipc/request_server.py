@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 class Client:
     """One connection.
 
-    `text` was received so far; with `asked` it is a whole request.
+    `text` was received so far; with `is_complete` it is a whole request.
     """
 
     connection: socket.socket
     text: bytes = b""
-    asked: bool = False
+    is_complete: bool = False
 
 
 class RequestServer:
@@ -35,7 +35,7 @@ class RequestServer:
     Args:
         thread: where the server works.
         listener: the listening socket. The server closes it.
-        asked: called on the thread with each client and its request. `answer` or `hang_up` must follow, at once or
+        on_request: called on the thread with each client and its request. `answer` or `hang_up` must follow, at once or
             later.
         ends: the bytes that end a request.
         bytes_max: a longer request gets no answer.
@@ -47,7 +47,7 @@ class RequestServer:
         self,
         thread: SelectorThread,
         listener: socket.socket,
-        asked: Callable[[Client, bytes], None],
+        on_request: Callable[[Client, bytes], None],
         *,
         ends: bytes,
         bytes_max: int,
@@ -56,14 +56,14 @@ class RequestServer:
     ) -> None:
         self._thread = thread
         self._listener = listener
-        self._asked = asked
+        self._on_request = on_request
         self._ends = ends
         self._bytes_max = bytes_max
         self._request_s = request_s
         self._clients_max = clients_max
         self._clients: dict[Client, None] = {}  # The oldest first.
         # Whether the last connection could not be accepted for lack of descriptors. It is warned of once.
-        self._short = False
+        self._is_short_of_fds = False
         listener.setblocking(False)
 
     def start(self) -> None:
@@ -113,11 +113,11 @@ class RequestServer:
         except OSError as error:
             self._run_short(error)
             return
-        self._short = False
+        self._is_short_of_fds = False
         connection.setblocking(False)
         client = Client(connection)
         self._clients[client] = None
-        self._thread.watch(connection, READ, partial(self._hear, client))
+        self._thread.watch(connection, READ, partial(self._read, client))
         # Timers are not cancelled. For a client that has been answered this one does nothing.
         self._thread.after(self._request_s, partial(self.hang_up, client))
 
@@ -126,13 +126,13 @@ class RequestServer:
         if self._clients:
             self.hang_up(next(iter(self._clients)))
             return
-        if not self._short:
+        if not self._is_short_of_fds:
             port = self._listener.getsockname()[1]
             log.warning("no connection can be accepted at port %d: %s; trying again", port, error)
-        self._short = True
+        self._is_short_of_fds = True
         self._thread.rest(self._listener)
 
-    def _hear(self, client: Client) -> None:
+    def _read(self, client: Client) -> None:
         try:
             piece = client.connection.recv(self._bytes_max)
         except OSError:
@@ -140,10 +140,10 @@ class RequestServer:
         client.text += piece
         request, end, _ = client.text.partition(self._ends)
         # The client is gone, or sends more than its request.
-        if not piece or client.asked:
+        if not piece or client.is_complete:
             self.hang_up(client)
         elif end:
-            client.asked = True
-            self._asked(client, request)
+            client.is_complete = True
+            self._on_request(client, request)
         elif len(client.text) >= self._bytes_max:
             self.hang_up(client)

@@ -50,9 +50,9 @@ class StatusPage(ctypes.Structure):
             since the epoch; see `bootstrap.optimizer_heartbeat`.
         begun_at_ns: when the script began, and with it the wait for the first beat.
         building: 1 while the worker prepares data: the next generation waits on this node until that is done.
-        looks: the number of stacks that the worker has written at the agent's `messages.Look`. Each replaces the one
-            before.
-        begun: how many collectives of the default group it had begun at the agent's last `messages.Look`.
+        looks: the number of stacks that the worker has written at the agent's `messages.ShowStack`. Each replaces the
+            one before.
+        begun: how many collectives of the default group it had begun at the agent's last `messages.ShowStack`.
         flights: its collectives by torch's flight recorder at that time; see `ipc.flights`.
         waited_ns, waits: how long backward passes have waited for the other ranks' gradients, and in how many steps DDP
             has measured that.

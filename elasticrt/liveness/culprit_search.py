@@ -20,14 +20,14 @@ from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, unagreed
 from elasticrt.liveness.stacks import Stacks, main_thread
-from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, Stand
+from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, WatchedStandstill
 from elasticrt.liveness.step_watch import StepWatch, last_ns, step_of
-from elasticrt.liveness.straggler import Comparison, Waits
+from elasticrt.liveness.straggler import Comparison, GradientWaits
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
 
-# A `Stand.step` for a wait that is no stand of steps: after a loss, no other generation can be agreed.
+# A `WatchedStandstill.step` for a wait that is no stand of steps: after a loss, no other generation can be agreed.
 UNAGREED = -1
 
 
@@ -40,7 +40,7 @@ class CulpritSearch:
 
     Attributes:
         positions: the positions of this node's workers, while their steps stand still.
-        said: what this agent answers when others ask about its workers: positions, waits and findings, as JSON values.
+        answer: what this agent answers when others ask about its workers: positions, waits and findings, as JSON.
             Any thread may read it.
     """
 
@@ -52,10 +52,10 @@ class CulpritSearch:
     def began(self) -> None:
         """Begin anew, because workers are being started or get new seats."""
         self.positions: tuple[Position, ...] = ()
-        self._stand = Stand()
-        self.said: Mapping[str, object] = {}
-        # The comparison of the nodes' own work, when to ask for the next one, and when to renew `said`.
-        self._comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        self._standstill = WatchedStandstill()
+        self.answer: Mapping[str, object] = {}
+        # The comparison of the nodes' own work, when to ask for the next one, and when to renew `answer`.
+        self._comparison, self._compare_at, self._renew_at = Comparison(), 0.0, 0.0
         # The finding about the present stand.
         self._culprit: Culprit | None = None
         # When each finding was printed last, by its key.
@@ -67,12 +67,12 @@ class CulpritSearch:
         # When the newest step had ended, as of the last closer look.
         self._last_at = 0.0
         # The step after which no other one came, if that was printed, and when that step had ended.
-        self._told_of: int | None = None
+        self._reported_step: int | None = None
         self._stood_since = 0.0
 
     def wake_at(self) -> Sequence[float]:
         """The times at which to ask other nodes."""
-        return self._stand.asks
+        return self._standstill.ask_at
 
     @property
     def reason(self) -> str:
@@ -80,7 +80,7 @@ class CulpritSearch:
         return self._culprit.reason if self._culprit is not None else ""
 
     def look_closer(self, now: float, *, ask_s: Iterable[float]) -> bool:
-        """Take the workers' stacks if no step has been made for too long at `now`. They arrive at `placed`.
+        """Take the workers' stacks if no step has been made for too long at `now`. They arrive at `note_positions`.
 
         The bound is several times the usual step, and at least CLOSER_S (before the first step FIRST_STEP_S). It
         doubles with each look at the same stand.
@@ -89,7 +89,7 @@ class CulpritSearch:
 
         Returns whether steps are made again after a stand.
         """
-        pages, generation = self._workers.look(), self._workers.state().number
+        pages, generation = self._workers.pages(), self._workers.state().number
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return False
@@ -99,19 +99,19 @@ class CulpritSearch:
         # With a short --hang-timeout the look comes no later than the warning about a stall.
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
-        before = self._stand
-        self._stand = before.looked(step, max(at), now, bound_s, ask_s)
+        before = self._standstill
+        self._standstill = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._culprit = (), None
             # The sum of all steps falls when a worker ends. That is no progress.
             if step > before.step:
                 # Without a Loop, optimizers count their part of a step before the step has ended. So the newest count
                 # may be older than the stand that it ends, and then the stand has lasted until now.
-                self._goes_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
+                self._report_going_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
         self._last_at = max(at)
-        if self._stand.times > before.times:
-            self._workers.ask(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
-        return before.times > 0 and before.step != step
+        if self._standstill.looks > before.looks:
+            self._workers.ask_for_stacks(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
+        return before.looks > 0 and before.step != step
 
     def look_for_agreement(self, now: float, failed_at: float, why: str, *, ask_s: Iterable[float]) -> None:
         """After a loss, plan questions to other nodes about what was lost, if the nodes cannot agree on a generation.
@@ -125,34 +125,34 @@ class CulpritSearch:
         if not why:
             self._unagreed = failed_at, why
             return
-        if self._stand.step != UNAGREED:
+        if self._standstill.step != UNAGREED:
             self.positions, self._culprit = (), None
         self._unagreed, self._last_at = (failed_at, why), self._last_at or failed_at
-        self._stand = self._stand.looked(UNAGREED, failed_at, now, CLOSER_S, ask_s)
+        self._standstill = self._standstill.looked(UNAGREED, failed_at, now, CLOSER_S, ask_s)
 
-    def _goes_on(self, generation: int, stood_s: float) -> None:
+    def _report_going_on(self, generation: int, stood_s: float) -> None:
         """Say that steps are made again after `stood_s` seconds, if the stand was reported."""
-        if self._told_of is not None:
-            self._workers.event_log.write(events.GoesOn(generation, self._told_of))
-            self._workers.say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._told_of:,}")
-        self._told_of = None
+        if self._reported_step is not None:
+            self._workers.event_log.write(events.GoesOn(generation, self._reported_step))
+            self._workers.say(f"the steps go on: none was made for {stood_s:.0f} s after step {self._reported_step:,}")
+        self._reported_step = None
 
-    def told(self, step: int) -> None:
+    def note_reported(self, step: int) -> None:
         """Note that a stand after `step` was reported."""
         # A later report about the same stand does not change since when the steps stand.
-        self._stood_since = self._last_at if self._told_of is None else self._stood_since
-        self._told_of = step
+        self._stood_since = self._last_at if self._reported_step is None else self._stood_since
+        self._reported_step = step
 
-    def placed(self, stacks: Stacks) -> None:
+    def note_positions(self, stacks: Stacks) -> None:
         """Note the positions of the workers from the `stacks` that `look_closer` has taken.
 
         They are dropped if steps are made again, or if another generation has begun.
         """
         state = self._workers.state()
-        if not self._stand.times or not state.running or stacks.generation != state.number:
+        if not self._standstill.looks or not state.running or stacks.generation != state.number:
             return
         ranks, pids = state.ranks, self._workers.group.pids(state.number)
-        pages = dict(zip(sorted(state.seated), self._workers.look(), strict=False))
+        pages = dict(zip(sorted(state.seated), self._workers.pages(), strict=False))
 
         def position(local_rank: int, lines: Sequence[str]) -> Position:
             page, pid, (what, place) = pages[local_rank], pids.get(local_rank, 0), doing(main_thread(lines))
@@ -169,7 +169,7 @@ class CulpritSearch:
 
         known = pages.keys() & ranks.keys()
         self.positions = tuple(position(rank, lines) for rank, lines in stacks.lines.items() if rank in known)
-        self._waits_at = 0.0
+        self._renew_at = 0.0
 
     def is_to_ask(self, now: float, *, first: bool) -> bool:
         """Whether to ask other nodes about their workers at `now`.
@@ -177,19 +177,19 @@ class CulpritSearch:
         It is time some seconds after each closer look, and on the node of rank 0 (`first`) also every COMPARE_S, to
         compare the nodes' own work.
         """
-        if first and now >= self._compare_at and self._steps.pace.recent:
+        if first and now >= self._compare_at and self._steps.detector.recent:
             self._compare_at = now + COMPARE_S
             return True
-        before, self._stand = self._stand, self._stand.asked(now)
-        return before != self._stand and bool(self.positions or self._unagreed[1])
+        before, self._standstill = self._standstill, self._standstill.without_due_questions(now)
+        return before != self._standstill and bool(self.positions or self._unagreed[1])
 
-    def look_at_waits(self, now: float) -> None:
-        """Renew `said`, if that is due at `now`."""
-        if now < self._waits_at:
+    def renew_answer(self, now: float) -> None:
+        """Renew `answer`, if that is due at `now`."""
+        if now < self._renew_at:
             return
-        self._waits_at = now + LOOK_IDLE_S
+        self._renew_at = now + LOOK_IDLE_S
         state = self._workers.state()
-        by_rank = dict(zip((state.ranks[each] for each in sorted(state.seated)), self._workers.look(), strict=False))
+        by_rank = dict(zip((state.ranks[each] for each in sorted(state.seated)), self._workers.pages(), strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         # A worker may write its collectives a moment after its stack. So the positions are completed with each look.
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
@@ -197,14 +197,14 @@ class CulpritSearch:
         found: dict[str, object] = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
         if failed := [each.summary for each in state.failures if not each.collateral]:
             found["failed"] = failed[0]
-        self.said = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
+        self.answer = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report when a node becomes slow, and when it no longer is. `others`: other agents' answers, by node."""
         own = self._workers.settings.node
-        totals = dict(_waits({own: self.said, **others}))
-        step = self._steps.pace.step
-        before, self._comparison = self._comparison, self._comparison.looked(totals, step, self._steps.pace.usual_s)
+        totals = dict(_waits({own: self.answer, **others}))
+        step = self._steps.detector.step
+        before, self._comparison = self._comparison, self._comparison.looked(totals, step, self._steps.detector.usual_s)
         found = self._comparison.certain
         if (before.certain is None) == (found is None):
             return
@@ -214,7 +214,7 @@ class CulpritSearch:
         if found is not None:
             self._workers.say(slow_node(node, own_s, others_s))
 
-    def blame(
+    def find_culprit(
         self,
         now: float,
         nodes: Mapping[str, str],
@@ -237,10 +237,10 @@ class CulpritSearch:
         own, why = self._workers.settings.node, self._unagreed[1]
         if why:
             silent_ones = [node for node in nodes if node != own and node not in others]
-            failed = [said for each in (self.said, *others.values()) if isinstance(said := each.get("failed"), str)]
+            failed = [said for each in (self.answer, *others.values()) if isinstance(said := each.get("failed"), str)]
             if not (silent_ones or failed):
                 failed = [each.summary for each in self._workers.state().failures[:1]]
-            self._tell(now, replace(unagreed(silent_ones, failed, why), step=self._steps.pace.step))
+            self._report(now, replace(unagreed(silent_ones, failed, why), step=self._steps.detector.step))
             return
         if not self.positions:
             return
@@ -248,17 +248,17 @@ class CulpritSearch:
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
         alone = len(nodes) == self._workers.settings.workers == 1
-        if alone and not (self._steps.looped and (self._steps.pace.first or self._stand.times > 1)):
+        if alone and not (self._steps.looped and (self._steps.detector.first or self._standstill.looks > 1)):
             # A single worker waits for nobody, so its slowness has no other witness. A script without a Loop may
             # evaluate between two steps, and a first step may take long: no step is expected of it then.
             by_node[own] = [replace(each, stepping=False) for each in self.positions]
-        culprit = find(by_node, silent, names, own, again=bool(self._stand.asks) and not last, alone=alone)
+        culprit = find(by_node, silent, names, own, again=bool(self._standstill.ask_at) and not last, alone=alone)
         pause_s = STANDING_FACTOR * statistics.median_low(self._steps.pauses_s) if self._steps.pauses_s else math.inf
         age_s = now - self._last_at
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
-            self._tell(now, replace(culprit, step=min(each.step for each in self.positions)))
+            self._report(now, replace(culprit, step=min(each.step for each in self.positions)))
 
-    def hear(self, now: float, answer: Mapping[str, object]) -> None:
+    def adopt_finding(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` the finding of rank 0's node, as it or the leader has told it in `answer`.
 
         Nothing is reported unless the steps of this node's workers stand still too.
@@ -267,15 +267,15 @@ class CulpritSearch:
         if not (self.positions or self._unagreed[1]) or not isinstance(found, dict):
             return
         try:
-            self._tell(now, typed(Culprit, found))
+            self._report(now, typed(Culprit, found))
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
 
-    def _tell(self, now: float, culprit: Culprit) -> None:
-        self._culprit, self._waits_at = culprit, 0.0
+    def _report(self, now: float, culprit: Culprit) -> None:
+        self._culprit, self._renew_at = culprit, 0.0
         age_s, step = now - self._last_at, culprit.step
-        self.told(step)
-        found = step, self._stand.times, culprit.key
+        self.note_reported(step)
+        found = step, self._standstill.looks, culprit.key
         # Questions for `compare` bring the same finding again. Its event is written once for each closer look.
         if found != self._written:
             self._written = found
@@ -289,13 +289,13 @@ class CulpritSearch:
             self._workers.say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
 
 
-def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, Waits]]:
+def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, GradientWaits]]:
     """The waits for gradients in agents' answers, by rank. Anything malformed is left out."""
     for node, fields in by_node.items():
         said = fields.get("waits")
         for each in said if isinstance(said, list) else ():
             if isinstance(each, list) and len(each) == 3 and all(type(number) is int for number in each):
-                yield each[0], Waits(node, each[1], each[2])
+                yield each[0], GradientWaits(node, each[1], each[2])
 
 
 def positions_in(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:

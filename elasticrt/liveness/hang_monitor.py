@@ -22,10 +22,10 @@ from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S
 from elasticrt.liveness.culprit_search import CulpritSearch
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, Idle, Stopped
+from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, IdleWorkers, StoppedWorkers
 from elasticrt.liveness.step_watch import StepWatch
 from elasticrt.liveness.watched_workers import WatchedWorkers
-from elasticrt.workers.failures import stalled
+from elasticrt.workers.failures import stalled_failure
 
 
 class HangMonitor:
@@ -41,7 +41,7 @@ class HangMonitor:
         self.steps = StepWatch(workers)
         self.search = CulpritSearch(workers, self.steps)
         self._hang_s = workers.settings.options.hang_timeout_s
-        self._stopped = Stopped()
+        self._stopped = StoppedWorkers()
         self._stopped_look_at: float | None = None
         self.began(0.0)
 
@@ -50,14 +50,14 @@ class HangMonitor:
         self.steps.began(now)
         self.search.began()
         # The step and the part of the limit for which stacks were taken last.
-        self._asked = (0, 0.0)
+        self._stacks_taken_at = (0, 0.0)
         # The begin of the pause that has been reported.
-        self._told_pause: float | None = None
-        self._idle: Idle | None = None
+        self._reported_pause: float | None = None
+        self._idle: IdleWorkers | None = None
         self._idle_look_at: float | None = None
-        # When `work` was called last, and the processor time that the late workers had used by then. The infinity makes
-        # the first answer False.
-        self._used = now, math.inf
+        # When `are_busy` was called last, and the processor time that the late workers had used by then. The infinity
+        # makes the first answer False.
+        self._cpu_used = now, math.inf
 
     def wake_at(self) -> list[float]:
         """The times at which to look again."""
@@ -77,37 +77,37 @@ class HangMonitor:
         self._stopped_look_at = now + LOOK_S if pids else None
         return self._stopped.over(now)
 
-    def work(self, now: float, pids: Collection[int], age_s: float) -> bool:
+    def are_busy(self, now: float, pids: Collection[int], age_s: float) -> bool:
         """Whether the workers `pids`, which have been late for `age_s`, have used processor time since the last call.
 
         False at the first call, and when the workers have been late for --hang-timeout.
         """
-        (at, before_s), self._used = self._used, (now, self._workers.cpu_s(pids))
+        (at, before_s), self._cpu_used = self._cpu_used, (now, self._workers.cpu_s(pids))
         too_long = 0 < self._hang_s <= age_s
-        return bool(pids) and not too_long and self._used[1] - before_s >= IDLE_SHARE * (now - at)
+        return bool(pids) and not too_long and self._cpu_used[1] - before_s >= IDLE_SHARE * (now - at)
 
-    def stood(self, now: float) -> events.Stalled:
+    def stopped_event(self, now: float) -> events.Stalled:
         """The event `stalled` about workers that a signal has stopped, as of `now`."""
-        age_s = round(now - self.steps.pace.since, 1) if self.steps.pace.step else 0.0
-        return events.Stalled(self._workers.state().number, self.steps.pace.step, age_s, True, {})
+        age_s = round(now - self.steps.detector.since, 1) if self.steps.detector.step else 0.0
+        return events.Stalled(self._workers.state().number, self.steps.detector.step, age_s, True, {})
 
     def ask_if_stalled(self, now: float) -> None:
         """Take stacks at `now` if the steps have stood still for half of the limit of a stall, or for all of it.
 
         In a pause, take stacks once it has lasted for --hang-timeout.
         """
-        generation, pace, paused_since = self._workers.state().number, self.steps.pace, self.steps.paused_since
+        generation, detector, paused_since = self._workers.state().number, self.steps.detector, self.steps.paused_since
         paused_s = now - paused_since if paused_since is not None else 0.0
-        if 0 < self._hang_s <= paused_s and self._told_pause != paused_since:
-            self._told_pause = paused_since
-            self._workers.ask(Stacks("paused", generation, pace.step, paused_s, False))
+        if 0 < self._hang_s <= paused_s and self._reported_pause != paused_since:
+            self._reported_pause = paused_since
+            self._workers.ask_for_stacks(Stacks("paused", generation, detector.step, paused_s, False))
             return
         # The whole limit first: if both parts are exceeded at once, the failure replaces the warning.
         for part in (1.0, WARN_PART):
-            age_s = pace.stalled_s(now, part=part) if self.steps.looped else None
-            if age_s is not None and self._asked < (pace.step, part):
-                self._asked = (pace.step, part)
-                self._workers.ask(Stacks("stalled", generation, pace.step, age_s, part == 1.0))
+            age_s = detector.stalled_s(now, part=part) if self.steps.looped else None
+            if age_s is not None and self._stacks_taken_at < (detector.step, part):
+                self._stacks_taken_at = (detector.step, part)
+                self._workers.ask_for_stacks(Stacks("stalled", generation, detector.step, age_s, part == 1.0))
                 return
 
     def ask_if_waited_for(self, now: float, ended: Sequence[str], left: Mapping[int, int]) -> None:
@@ -123,30 +123,34 @@ class HangMonitor:
         elif self._idle_look_at is None or now >= self._idle_look_at:
             self._idle_look_at = now + LOOK_IDLE_S
             used_s = self._workers.cpu_s(left.values())
-            before = self._idle or Idle(now, used_s, now)
+            before = self._idle or IdleWorkers(now, used_s, now)
             self._idle = before.looked(used_s, now, self._hang_s)
-            over = self._idle.over and not before.over
-            if over or (self._idle.said and not before.said):
+            over = self._idle.is_over and not before.is_over
+            if over or (self._idle.is_reported and not before.is_reported):
                 age_s = now - (before.idle_since if over else before.since)
                 who = " and ".join(ended)
-                self._workers.ask(Stacks("waited_for", self._workers.state().number, 0, age_s, over, ended=who), left)
+                self._workers.ask_for_stacks(
+                    Stacks("waited_for", self._workers.state().number, 0, age_s, over, ended=who), left
+                )
 
     def report(self, stacks: Stacks) -> Failure | None:
         """Report `stacks`. Returns the failure of the workers if `stacks` are final, else None."""
         # The steps go on again, or the workers have ended meanwhile.
-        if (stacks.why == "stalled" and stacks.step != self.steps.pace.step) or not stacks.lines:
+        if (stacks.why == "stalled" and stacks.step != self.steps.detector.step) or not stacks.lines:
             return None
         node, generation, ranks = self._workers.settings.node, stacks.generation, self._workers.state().ranks
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
         message = report(stacks, lines)
-        return stalled(node=node, generation=generation, message=message, stacks=lines) if stacks.final else None
+        return (
+            stalled_failure(node=node, generation=generation, message=message, stacks=lines) if stacks.final else None
+        )
 
     def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Say which ranks run on after others have ended. Returns the failure's message."""
         age, bound = f"{stacks.age_s:.0f} s", ""
         if stacks.final:
-            self._write(stacks, lines, self.steps.pace.step)
+            self._write(stacks, lines, self.steps.detector.step)
         if self._hang_s:
             bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
         what = "has done nothing since" if stacks.final else f"is waited for{bound}"
@@ -164,7 +168,7 @@ class HangMonitor:
             if not stacks.final:
                 logs = f"{directory}/logs/generation-{stacks.generation}"
                 self._workers.say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
-                self.search.told(stacks.step)
+                self.search.note_reported(stacks.step)
         for rank, each in lines.items() if stacks.why == "paused" else ():
             what = f"no step was expected for {age_s:.0f} s (loop.pause, a save)"
             self._workers.say(f"{what}: rank {rank} is at {where(each)}")

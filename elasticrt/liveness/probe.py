@@ -70,14 +70,14 @@ class ProbeServer(RequestServer):
         super().__init__(
             prober.thread,
             listener,
-            self._question,
+            self._on_question,
             ends=b"\n",
             bytes_max=LINE_MAX_BYTES,
             request_s=QUESTION_S,
             clients_max=CONNECTIONS_MAX,
         )
 
-    def _question(self, client: Client, line: bytes) -> None:
+    def _on_question(self, client: Client, line: bytes) -> None:
         """Answer a question, at once or when the third agent has answered. Other bytes get no answer."""
         question = fields_in(line) or {}
         nonce = question.get("nonce")
@@ -90,7 +90,7 @@ class ProbeServer(RequestServer):
         if "about" in question:
             self._check(client, answer, question["about"])
         else:
-            self._say(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
+            self._send(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
 
     def _check(self, client: Client, answer: dict[str, object], about: object) -> None:
         """Probe the agent with the incarnation `about`, once for all clients that ask about it meanwhile."""
@@ -99,14 +99,14 @@ class ProbeServer(RequestServer):
         if waiting is not None:
             waiting.append((client, answer))
         elif seat is None or len(self._checks) >= CHECKS_MAX:
-            self._say(client, {**answer, "about": "unknown"})
+            self._send(client, {**answer, "about": "unknown"})
         else:
             self._checks[seat.incarnation] = [(client, answer)]
             self._prober.check(seat, self._checked)
 
     def _checked(self, seat: Seat, found: Answer) -> None:
         for client, answer in self._checks.pop(seat.incarnation):
-            self._say(client, {**answer, "about": found})
+            self._send(client, {**answer, "about": found})
 
-    def _say(self, client: Client, answer: dict[str, object]) -> None:
+    def _send(self, client: Client, answer: dict[str, object]) -> None:
         self.answer(client, json.dumps(answer).encode() + b"\n")

@@ -205,7 +205,7 @@ class Prober:
 
         self._put([_Question(seat, done, PROBE_STEPS, witnesses, once=True, gathered=True) for seat in seats])
 
-    def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
+    def ask_for_generation(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask the agents of `seats` which generation of the run `run_id` they run.
 
         `heard` takes the number in each answer, on the prober's thread; 0 if no agent of the run answers at a seat.

@@ -21,9 +21,9 @@ from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
 log = logging.getLogger(__name__)
 
 # The interval of the events `progress`.
-TELL_EVERY_S = 5.0
+WRITE_EVERY_S = 5.0
 # When no step follows, the last one gets an event of its own after this time, so that its number and age are known.
-TELL_LAST_S = 1.0
+WRITE_LAST_S = 1.0
 # The phases end, in this order, when: the change is known; the next generation is agreed; the old workers have ended;
 # the new workers run; `elasticrt.init` is called; the process group exists; the Loop is entered; the state is restored;
 # the first step is finished.
@@ -84,7 +84,7 @@ class Progress:
     """The progress of one node's workers.
 
     Args:
-        look: returns the status pages of the workers that run, in the order of local ranks.
+        pages: returns the status pages of the workers that run, in the order of local ranks.
         event_log: takes the events.
         clock: the agent's clock.
 
@@ -93,9 +93,9 @@ class Progress:
             first step do not count: to let a newcomer in causes no failure, and the step would have been made anyway.
     """
 
-    def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
+    def __init__(self, pages: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
         self._clock = clock
-        self._look = look
+        self._pages = pages
         self._events = event_log
         # The last step before the present change of generation, and its end.
         self._last, self._last_ns = 0, 0
@@ -110,19 +110,19 @@ class Progress:
         self._work: dict[StatusPage, OwnWork] = {}
         # The event to write next.
         self._newest: events.Progress | None = None
-        self._tell_at = 0.0
+        self._write_at = 0.0
         # The last step as `look` last wrote it.
-        self._told = 0
+        self._written_step = 0
         self.pause_s = 1.0
 
     # Marks, in the order of time. A mark that is set keeps its time until the marks of the recovery are dropped.
 
-    def disturbed(self) -> None:
+    def generation_ending(self) -> None:
         """Note that the present generation is about to end: a worker has failed, or a handover was asked for."""
         # The recovery before never came to a step. Its time becomes a part of this one, which begins at the same step.
         if "start" in self._marks:
             self._marks = {}
-        asked = any(page.stop and not 0 < page.go <= page.step for page in self._look())
+        asked = any(page.stop and not 0 < page.go <= page.step for page in self._pages())
         if asked and not self._marks.keys() & {"agree", "broken_off"}:
             # A handover is broken off, because workers did not come to the step after which they were to leave. Until
             # now the nodes had nothing else to agree on, so the time since the last step counts as detection.
@@ -130,7 +130,7 @@ class Progress:
             self._mark("broken_off")
         self._mark("detect")
 
-    def undisturbed(self) -> None:
+    def generation_kept(self) -> None:
         """Note that the handover was given up, and the generation goes on."""
         self._marks = {}
 
@@ -139,17 +139,17 @@ class Progress:
 
         A generation that `waits` trains no step: the one that trains again is still to be agreed.
         """
-        self.tell_anew()
+        self.look_and_write()
         self._spent = {}
         # A node without a seat in the generation before is new. It had no step, so its wait was no pause.
         if generation != self._generation + 1:
             self._last, self._last_ns, self._marks = 0, 0, {}
         self._generation = generation
-        self.disturbed()
+        self.generation_ending()
         if not waits:
             self._mark("agree")
 
-    def waits(self) -> None:
+    def write_waiting(self) -> None:
         """Write how the time since the last step was spent, because the present generation waits for nodes."""
         now_ns = self._clock.monotonic_ns()
         self._events.write(events.Restarted(self._generation, phases(self._last_ns, {**self._marks, "agree": now_ns})))
@@ -169,9 +169,9 @@ class Progress:
             parts = phases(self._last_ns, self._marks)
             self._events.write(events.Restarted(generation, parts))
 
-    def remember(self) -> None:
+    def note_last_step(self) -> None:
         """Note the last step of the workers, while their pages can still be read."""
-        own = self._look()
+        own = self._pages()
         if own and own[0].step_at_ns:
             self._last, self._last_ns = own[0].step, own[0].step_at_ns
         elif own and own[0].beat_at_ns and not (self._has_loop or own[0].entered):
@@ -194,29 +194,29 @@ class Progress:
     def look(self, generation: int, now: float) -> None:
         """Write the event `progress` if it is due at `now`, in seconds of the monotonic clock.
 
-        A new last step is also written as soon as no other one has followed it for TELL_LAST_S.
+        A new last step is also written as soon as no other one has followed it for WRITE_LAST_S.
         """
         step = self.step() or 0
-        if now >= self._tell_at or (step != self._told and self.age_s() >= TELL_LAST_S):
-            self._tell_at, self._told = now + TELL_EVERY_S, step
-            self.tell_anew()
+        if now >= self._write_at or (step != self._written_step and self.age_s() >= WRITE_LAST_S):
+            self._write_at, self._written_step = now + WRITE_EVERY_S, step
+            self.look_and_write()
         # A worker with a Loop sends a message about the first step, which ends the recovery. Without a Loop only the
         # page shows it: an optimizer's step sends no message.
-        own = self._look() if "start" in self._marks else ()
+        own = self._pages() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        # If workers have ended already, `remember` has noted a step of this generation. It is no step before the
+        # If workers have ended already, `note_last_step` has noted a step of this generation. It is no step before the
         # recovery, so the pause is unknown.
         before = self._last_ns < self._marks["start"]
         self._recovered(generation, self._pause_until(at_ns) if before else None, at_ns)
 
-    def tell_anew(self) -> None:
+    def look_and_write(self) -> None:
         """Look at the workers, and write the event `progress`."""
-        self._count(self._look())
-        self.tell()
+        self._count(self._pages())
+        self.write()
 
-    def tell(self) -> None:
+    def write(self) -> None:
         """Write the event `progress` of the last look, unless it was written already."""
         if self._newest is not None:
             self._events.write(self._newest)
@@ -228,10 +228,10 @@ class Progress:
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
         """Write how the time of the recovery, which ended at `at_ns`, was spent. Then begin anew."""
-        self._count(self._look())
+        self._count(self._pages())
         # A pause before the first step, such as an evaluation, must not be lost: `_count_from` begins to count anew.
         if self._newest is not None and self._newest.pause_s:
-            self.tell()
+            self.write()
         self._newest = None
         own = self._count_from(at_ns)
         if own:
@@ -252,7 +252,7 @@ class Progress:
 
     def _count_from(self, at_ns: int) -> Sequence[StatusPage]:
         """Count what workers spend from `at_ns` on for this generation. Returns the pages of all workers."""
-        own = self._look()
+        own = self._pages()
         self._spent = {page: page.spent(at_ns) for page in own}
         self._work = {
             page: OwnWork(page.step, at_ns, sum(self._spent[page][1:]), page.waited_ns, page.waits) for page in own
@@ -289,7 +289,7 @@ class Progress:
 
     def step(self) -> int | None:
         """The last step that all workers of this node have finished in this generation; None before the first."""
-        own = self._look()
+        own = self._pages()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
     @property
@@ -304,7 +304,7 @@ class Progress:
 
     def age_s(self) -> float:
         """The seconds since the last step of this node's workers; 0.0 if there was none."""
-        newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])
+        newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._pages())])
         return max(0, self._clock.monotonic_ns() - newest_ns) / 1e9 if newest_ns else 0.0
 
     def starting(self, now: float) -> bool:
@@ -312,7 +312,7 @@ class Progress:
 
         Nothing can be handed over before that, so newcomers wait.
         """
-        own = self._look()
+        own = self._pages()
         self._has_loop = self._has_loop or any(page.entered for page in own)
         if not own or all(page.step_at_ns for page in own):
             return False
@@ -322,7 +322,7 @@ class Progress:
 
     def can_hand_over(self) -> bool:
         """Whether all workers of this node are inside a Loop."""
-        own = self._look()
+        own = self._pages()
         return bool(own) and all(page.entered for page in own)
 
     def _mark(self, name: str, at_ns: int = 0) -> None:

@@ -67,8 +67,8 @@ def take(
         put: takes the answer: `blank` with its lines. Called on another thread.
         blank: the answer without lines.
     """
-    # In this order: an `Answer` notes what is on the page before the worker is asked.
-    answers = {rank: Answer(pid, page) for rank, (pid, page) in workers.items()}
+    # In this order: a `StackAnswer` notes what is on the page before the worker is asked.
+    answers = {rank: StackAnswer(pid, page) for rank, (pid, page) in workers.items()}
     look()
 
     def work() -> None:
@@ -79,7 +79,7 @@ def take(
                 signal(STACKS_SIGNAL, silent)
                 signalled.update(silent)
             time.sleep(STACKS_LOOK_S)
-            missing = [rank for rank in missing if not answers[rank].whole()]
+            missing = [rank for rank in missing if not answers[rank].is_complete()]
         put(replace(blank, lines={rank: tuple(each.lines()[:LINES_MAX]) for rank, each in answers.items()}))
 
     threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
@@ -115,7 +115,7 @@ def main_thread(lines: Sequence[str]) -> list[str]:
     return frames
 
 
-class Answer:
+class StackAnswer:
     """What a worker has written on its page since it was asked. Make it before the worker is asked.
 
     Args:
@@ -129,7 +129,7 @@ class Answer:
         self._looks, self._length = page.looks, len(page.text())
         self._now = self._length
 
-    def looked(self) -> bool:
+    def has_answered(self) -> bool:
         """Whether the worker's link has answered."""
         return self._page.looks != self._looks
 
@@ -140,19 +140,19 @@ class Answer:
         """
         late = waited_s >= STACKS_ASKED_S and (waited_s >= STACKS_RUNS_S or state_of(self.pid) != "R")
         # The signal would end a process without a handler for it.
-        return late and not self.looked() and _catches(self.pid)
+        return late and not self.has_answered() and _catches(self.pid)
 
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the worker has answered, and has written nothing more since the last call.
 
         The link counts up when its text is complete. faulthandler tells no end, so the text must have stopped growing.
         """
         before, self._now = self._now, len(self._page.text())
-        return self.looked() or self._now == before > self._length
+        return self.has_answered() or self._now == before > self._length
 
     def lines(self) -> list[str]:
         """The lines of the stack; without an answer, one line that says why."""
-        text = self._page.text() if self.looked() else self._page.text()[self._length :]
+        text = self._page.text() if self.has_answered() else self._page.text()[self._length :]
         if not text:
             state = state_of(self.pid)
             how = STATES.get(state, f"is in state {state}") if state else "has ended"

@@ -1,8 +1,9 @@
 """Detects that a node's workers make no steps. Pure.
 
-The agent looks at the status pages of its workers a few times a second (`Sight`). The steps of a Loop are expected from
-the wait for an epoch's first batch to the epoch's last batch, except in a pause, in a save, and at the start of a
-generation. There are two findings about expected steps that do not come. Their limits follow from the run's own pace:
+The agent looks at the status pages of its workers a few times a second (`SlowestWorker`). The steps of a Loop are
+expected from the wait for an epoch's first batch to the epoch's last batch, except in a pause, in a save, and at the
+start of a generation. There are two findings about expected steps that do not come. Their limits follow from the run's
+own pace:
 
 * `standing_since`: no step for several times as long as usual. After a power loss the other nodes see only this,
   because their collectives hang. The finding is a reason to probe, and no more.
@@ -37,7 +38,7 @@ IDLE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Sight:
+class SlowestWorker:
     """The worker of a node that is furthest behind, as seen in one look. Times are seconds of the monotonic clock.
 
     Attributes:
@@ -85,26 +86,26 @@ class StallDetector:
         """The median of the seconds of a step; 0.0 while it is unknown."""
         return statistics.median(self.recent) if self.recent else 0.0
 
-    def looked(self, sight: Sight, now: float) -> StallDetector:
-        """Return the detector after a look at `now`, which saw `sight`."""
+    def looked(self, slowest: SlowestWorker, now: float) -> StallDetector:
+        """Return the detector after a look at `now`, which saw the worker that is `slowest`."""
         away = self.looked_at > 0 and now - self.looked_at > AWAY_S
-        pace = replace(self, looked_at=now, expected=sight.expected)
-        goes_on = self.expected and sight.expected
-        if not sight.at:
-            return replace(pace, step=sight.step, since=self.since if goes_on and not away else now)
-        moved = sight.step - self.step
+        looked = replace(self, looked_at=now, expected=slowest.expected)
+        goes_on = self.expected and slowest.expected
+        if not slowest.at:
+            return replace(looked, step=slowest.step, since=self.since if goes_on and not away else now)
+        moved = slowest.step - self.step
         if not self.first:
             # The first step that is seen. Until there is a second one, the time since `ready_at` counts as its length.
-            known = (sight.at - sight.ready_at,) if sight.ready_at else ()
-            return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
+            known = (slowest.at - slowest.ready_at,) if slowest.ready_at else ()
+            return replace(looked, step=slowest.step, first=slowest.step, since=slowest.at, recent=known)
         # The time of a pause, or of the agent's own absence, is not the time of a step. The wait begins now.
         if away or not goes_on:
-            return replace(pace, step=sight.step, since=now)
+            return replace(looked, step=slowest.step, since=now)
         if moved == 0:
-            return pace
-        took = max(0.0, sight.at - self.since)
+            return looked
+        took = max(0.0, slowest.at - self.since)
         recent = (*self.recent, took / moved)[-STEPS_KEPT:]
-        return replace(pace, step=sight.step, since=sight.at, recent=recent, longest=max(self.longest, took))
+        return replace(looked, step=slowest.step, since=slowest.at, recent=recent, longest=max(self.longest, took))
 
     def standing_since(self, now: float) -> float | None:
         """When the steps began to stand still for longer than usual; None if they do not stand still at `now`.
@@ -127,20 +128,20 @@ class StallDetector:
 
 
 @dataclass(frozen=True)
-class Stand:
+class WatchedStandstill:
     """One stand of the steps, and the closer looks at the workers during the stand.
 
     Attributes:
         step: the sum of all workers' steps, which identifies the stand.
-        times: the number of closer looks so far.
-        asks: the times at which to ask the other nodes.
+        looks: the number of closer looks so far.
+        ask_at: the times at which to ask the other nodes.
     """
 
     step: int = 0
-    times: int = 0
-    asks: tuple[float, ...] = ()
+    looks: int = 0
+    ask_at: tuple[float, ...] = ()
 
-    def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> Stand:
+    def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: Iterable[float]) -> WatchedStandstill:
         """Return the stand at `now`, with one more look if that is due.
 
         Args:
@@ -151,18 +152,18 @@ class Stand:
                 time, four times, and so on.
             ask_s: the seconds from a look to each question to the other nodes.
         """
-        before = self if step == self.step else Stand(step)
-        if now - at < bound_s * 2**before.times:
+        before = self if step == self.step else WatchedStandstill(step)
+        if now - at < bound_s * 2**before.looks:
             return before
-        return Stand(step, before.times + 1, (*before.asks, *(now + each for each in ask_s)))
+        return WatchedStandstill(step, before.looks + 1, (*before.ask_at, *(now + each for each in ask_s)))
 
-    def asked(self, now: float) -> Stand:
+    def without_due_questions(self, now: float) -> WatchedStandstill:
         """Return the stand without the questions that are due at `now`."""
-        return replace(self, asks=tuple(at for at in self.asks if at > now))
+        return replace(self, ask_at=tuple(at for at in self.ask_at if at > now))
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StoppedWorkers:
     """Workers that a signal has stopped.
 
     Attributes:
@@ -173,14 +174,14 @@ class Stopped:
     since: Mapping[int, float] = field(default_factory=dict)
     looked_at: float = 0.0
 
-    def looked(self, stopped: Collection[int], now: float) -> Stopped:
+    def looked(self, stopped: Collection[int], now: float) -> StoppedWorkers:
         """Return the value after a look at `now`, which saw these processes `stopped`.
 
         If the agent itself was stopped or suspended meanwhile, all times count from now: the workers may have been
         stopped with the agent, and may be about to go on like it.
         """
         before = {} if now - self.looked_at > AWAY_S else self.since
-        return Stopped({pid: before.get(pid, now) for pid in stopped}, now)
+        return StoppedWorkers({pid: before.get(pid, now) for pid in stopped}, now)
 
     def over(self, now: float) -> frozenset[int]:
         """The processes that have been stopped for at least STOPPED_S at `now`."""
@@ -188,7 +189,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleWorkers:
     """Workers that run on after others have ended.
 
     Attributes:
@@ -196,17 +197,17 @@ class Idle:
         cpu_s: the seconds of processor time that the workers had used at `idle_since`. They have hardly used more
             since.
         idle_since: since when the workers do nothing.
-        said: whether to report that they run on.
-        over: whether they have done nothing for too long.
+        is_reported: whether to report that they run on.
+        is_over: whether they have done nothing for too long.
     """
 
     since: float
     cpu_s: float
     idle_since: float
-    said: bool = False
-    over: bool = False
+    is_reported: bool = False
+    is_over: bool = False
 
-    def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
+    def looked(self, cpu_s: float, now: float, limit_s: float) -> IdleWorkers:
         """Return the value after a look at `now`.
 
         Args:
@@ -214,8 +215,8 @@ class Idle:
             now: seconds of the monotonic clock.
             limit_s: how long the workers may do nothing; 0: for ever.
         """
-        said = self.said or now >= self.since + SAY_AFTER_S
+        reported = self.is_reported or now >= self.since + SAY_AFTER_S
         if cpu_s - self.cpu_s >= IDLE_SHARE * (now - self.idle_since):
-            return replace(self, cpu_s=cpu_s, idle_since=now, said=said)
-        over = self.over or (limit_s > 0 and now - self.idle_since >= limit_s)
-        return replace(self, said=said, over=over)
+            return replace(self, cpu_s=cpu_s, idle_since=now, is_reported=reported)
+        over = self.is_over or (limit_s > 0 and now - self.idle_since >= limit_s)
+        return replace(self, is_reported=reported, is_over=over)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, STANDING_IN_PLACE_S
-from elasticrt.liveness.stall_detector import STANDING_S, Sight, StallDetector
+from elasticrt.liveness.stall_detector import STANDING_S, SlowestWorker, StallDetector
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 # The usual pause is the median of so many pauses.
@@ -24,7 +24,7 @@ class StepWatch:
         workers: the node's workers.
 
     Attributes:
-        pace: the steps of this generation, as far as they have been seen.
+        detector: the steps of this generation, as far as they have been seen.
         looped: whether the workers count their steps in a Loop.
         paused_since: since when no step has been expected; None while one is expected.
         pauses_s: the seconds of the newest pauses.
@@ -32,17 +32,17 @@ class StepWatch:
 
     def __init__(self, workers: WatchedWorkers) -> None:
         self._workers = workers
-        self.pace, self._usual_before_s = self._new_pace(), 0.0
+        self.detector, self._usual_before_s = self._new_detector(), 0.0
         self.began(0.0)
 
-    def _new_pace(self) -> StallDetector:
+    def _new_detector(self) -> StallDetector:
         return StallDetector(self._workers.settings.options.hang_timeout_s)
 
     def began(self, now: float) -> None:
         """Begin anew, because workers are being started or get new seats at `now`: their pace will change."""
         self._began_at = now
         self._usual_before_s = self.usual_s
-        self.pace = self._new_pace()
+        self.detector = self._new_detector()
         self.looped = False
         self.paused_since: float | None = None
         self.pauses_s: tuple[float, ...] = ()
@@ -56,7 +56,7 @@ class StepWatch:
     @property
     def usual_s(self) -> float:
         """The median of the seconds of a step; in a new generation first that of the one before; 0.0 if unknown."""
-        return self.pace.usual_s or self._usual_before_s
+        return self.detector.usual_s or self._usual_before_s
 
     def wake_at(self) -> float | None:
         """When to look again; None if no worker runs."""
@@ -69,7 +69,7 @@ class StepWatch:
         """
         if self._look_at is not None and now < self._look_at:
             return
-        pages = self._workers.look()
+        pages = self._workers.pages()
         self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
         paused_ns = max((page.pause_ns for page in pages), default=0)
@@ -84,16 +84,16 @@ class StepWatch:
             return
         # Optimizer steps before the Loop do not count: they have another pace.
         if in_loop and not self.looped:
-            self.looped, self.pace = True, self._new_pace()
+            self.looped, self.detector = True, self._new_detector()
         in_place = all(page.in_place for page in pages)
         self._look_at = now + LOOK_S
-        sight = (sight_of_steps if in_loop else sight_of_beats)(pages, held=held)
-        if sight.ready_at < self._began_at:
+        slowest = (slowest_by_steps if in_loop else slowest_by_beats)(pages, held=held)
+        if slowest.ready_at < self._began_at:
             # The page is still that of the generation before: its worker has not taken its new seat. The time since it
             # was ready then lasted for many steps, and must not count as the length of one.
-            sight = replace(sight, ready_at=0.0)
-        pace = replace(self.pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
-        self.pace = pace.looked(sight, now)
+            slowest = replace(slowest, ready_at=0.0)
+        detector = replace(self.detector, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
+        self.detector = detector.looked(slowest, now)
 
 
 def last_ns(page: StatusPage) -> int:
@@ -106,18 +106,18 @@ def step_of(page: StatusPage) -> int:
     return page.entered - 1 if page.entered else page.beats
 
 
-def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """The sight of workers with a Loop: the worker that is furthest behind. `held`: whether no step is expected."""
+def slowest_by_steps(pages: Sequence[StatusPage], *, held: bool) -> SlowestWorker:
+    """Of workers with a Loop: the worker that is furthest behind. `held`: whether no step is expected."""
     last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
     expected = not held and all(page.stepping for page in pages)
-    return Sight(step_of(last), last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
+    return SlowestWorker(step_of(last), last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
 
 
-def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """The sight of workers without a Loop. `held`: whether no step is expected.
+def slowest_by_beats(pages: Sequence[StatusPage], *, held: bool) -> SlowestWorker:
+    """The same of workers without a Loop. `held`: whether no step is expected.
 
     Workers may make different numbers of optimizer steps, so the numbers cannot tell which worker is behind. The worker
     whose newest step is oldest counts.
     """
     last = min(pages, key=lambda page: page.beat_at_ns)
-    return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
+    return SlowestWorker(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)

@@ -20,7 +20,7 @@ STEPS_MIN, LOOKS_MIN = 20, 3
 
 
 @dataclass(frozen=True)
-class Waits:
+class GradientWaits:
     """One rank's running totals.
 
     Attributes:
@@ -61,13 +61,13 @@ class Comparison:
         step: the last step at the last look.
     """
 
-    totals: Mapping[int, Waits] = field(default_factory=dict)
+    totals: Mapping[int, GradientWaits] = field(default_factory=dict)
     found: Straggler | None = None
     looks: int = 0
     since: int = 0
     step: int = 0
 
-    def looked(self, totals: Mapping[int, Waits], step: int, step_s: float) -> Comparison:
+    def looked(self, totals: Mapping[int, GradientWaits], step: int, step_s: float) -> Comparison:
         """Return the comparison after another look.
 
         Args:

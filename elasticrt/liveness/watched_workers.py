@@ -26,8 +26,8 @@ class WatchedWorkers:
         put: takes `Stacks`, on another thread.
         group: the worker processes.
         state: returns the state of the workers: their generation, seats and ranks.
-        look: returns the status pages of all workers that run, in the order of local ranks.
-        take: asks workers for their stacks, as `stacks.take` does.
+        pages: returns the status pages of all workers that run, in the order of local ranks.
+        take_stacks: asks workers for their stacks, as `stacks.take` does.
         state_of: returns the kernel's letter for the state of a process, as `proc.state_of` does.
         cpu_s: returns the seconds of processor time of whole sessions, as `proc.cpu_s` does.
     """
@@ -38,12 +38,12 @@ class WatchedWorkers:
     put: Callable[[Any], None]
     group: WorkerGroup
     state: Callable[[], GroupState]
-    look: Callable[[], Sequence[StatusPage]]
-    take: Callable[..., None]
+    pages: Callable[[], Sequence[StatusPage]]
+    take_stacks: Callable[..., None]
     state_of: Callable[[int], str]
     cpu_s: Callable[[Iterable[int]], float]
 
-    def ask(self, blank: Stacks, local_ranks: Collection[int] = ()) -> None:
+    def ask_for_stacks(self, blank: Stacks, local_ranks: Collection[int] = ()) -> None:
         """Ask the workers of a generation for their stacks, which go to `put`.
 
         Args:
@@ -56,4 +56,4 @@ class WatchedWorkers:
         def signal(number: int, ranks: Sequence[int]) -> None:
             group.signal(number, generation, ranks)
 
-        self.take(workers, partial(group.look, generation), signal, self.put, blank)
+        self.take_stacks(workers, partial(group.ask_for_stacks, generation), signal, self.put, blank)

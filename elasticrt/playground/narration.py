@@ -11,8 +11,8 @@ from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import counted, listed, signal_name
 from elasticrt.story import report, sentences
-from elasticrt.story.changes import Changes, Told
-from elasticrt.story.fold import Stand, Story
+from elasticrt.story.changes import Changes, Sentence
+from elasticrt.story.fold import ExplainedStandstill, Story
 
 # After how many steps of a generation a kill is suggested.
 OFFER_AFTER_STEPS = 30
@@ -55,7 +55,7 @@ class Narration:
         """Take an agent's event. Returns the lines about it."""
         story = self.story
         first_agent = not story.lives
-        lines = _lines(self._changes.tell(record))
+        lines = _lines(self._changes.fold(record))
         match record.event:
             case events.AgentStarted():
                 self.ended.pop(record.node, None)
@@ -65,7 +65,10 @@ class Narration:
                 return self._offer()
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
-                return [*lines, f"-- {Stand(0.0, record.event, story.counts).told(record.event.age_s)}"]
+                return [
+                    *lines,
+                    f"-- {ExplainedStandstill(0.0, record.event, story.has_step_numbers).sentence(record.event.age_s)}",
+                ]
             case events.Failure(text=text):
                 return text.splitlines()
             case events.Result() if not self._ended:
@@ -142,5 +145,5 @@ class Narration:
         return ["", *report.report(self.story), *more]
 
 
-def _lines(told: list[Told]) -> list[str]:
+def _lines(told: list[Sentence]) -> list[str]:
     return [f"-- {text}" for _, text in told]

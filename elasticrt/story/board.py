@@ -34,7 +34,7 @@ PIECES_SHOWN = 200
 
 def board(story: Story, now: float) -> dict[str, Any]:
     """All values of the page at `now`."""
-    until, chapter = story.present(now), story.chapter
+    until, chapter = story.now_if_running(now), story.chapter
     spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
     # Of the points only each `step`-th is sent.
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
@@ -93,8 +93,8 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 def _nodes(story: Story) -> list[dict[str, str]]:
     """Each node with its state and ranks, those with a seat first."""
     chapter, alive, found = story.chapter, story.alive(), []
-    seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated()}
-    blamed = story.stand.culprit.nodes if story.stand is not None else None
+    seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated_lives()}
+    blamed = story.standstill.culprit.nodes if story.standstill is not None else None
     for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
         generation, pids = story.workers.get(name, (0, {}))
         trains = name in trains_now

@@ -59,7 +59,7 @@ SPANS_MAX = 4000
 ROUNDED_S = 0.001
 """Events and phases are rounded to milliseconds: times that differ by less are equal."""
 
-STANDS_KEPT = 64
+STANDSTILLS_KEPT = 64
 """How many standstills are kept of one generation, the newest ones."""
 
 LATE_S = 1.0
@@ -121,7 +121,7 @@ class Standstill:
 
 
 @dataclass
-class Course:
+class GenerationCourse:
     """How one generation went, from the events of all its nodes. Times are in seconds since 1970."""
 
     # The last step, and when it was done; 0 before the first.
@@ -140,16 +140,16 @@ class Course:
     saved: bool = False  # Whether it has committed a checkpoint.
     waits: bool = False  # Whether it makes no steps because there are too few nodes.
     # The newest standstills. The last one may still last.
-    stands: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+    standstills: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDSTILLS_KEPT))
     # Recent steps with their times: those of the last `PACE_S` seconds, since the last standstill.
-    paces: deque[tuple[int, float]] = field(default_factory=deque)
+    recent_steps: deque[tuple[int, float]] = field(default_factory=deque)
     # The first `Stalled` event that ends this generation as hung, with its time; None: there is none.
     hung: tuple[float, events.Stalled] | None = None
 
     def over(self, at: float) -> None:
         """Note that the next generation begins at `at`."""
         self.over_at = at
-        self.paces.clear()
+        self.recent_steps.clear()
 
     def stepped(self, step: int, at: float) -> None:
         """Note that `step` is done at `at`. A step that is not the newest changes nothing."""
@@ -165,25 +165,25 @@ class Course:
         if at > self.failed_at + LATE_S:
             self.failed_at = math.inf
         self.step, self.step_at = step, at
-        self.paces.append((step, at))
-        while at - self.paces[0][1] > PACE_S and len(self.paces) > 2:
-            self.paces.popleft()
+        self.recent_steps.append((step, at))
+        while at - self.recent_steps[0][1] > PACE_S and len(self.recent_steps) > 2:
+            self.recent_steps.popleft()
 
     @property
     def speed(self) -> float | None:
         """The current steps per second; None: not known."""
-        if len(self.paces) < 2 or self.paces[-1][1] <= self.paces[0][1]:
+        if len(self.recent_steps) < 2 or self.recent_steps[-1][1] <= self.recent_steps[0][1]:
             return None
-        (first, since), (last, until) = self.paces[0], self.paces[-1]
+        (first, since), (last, until) = self.recent_steps[0], self.recent_steps[-1]
         return (last - first) / (until - since)
 
     def goes_on(self, at: float) -> None:
         """Note that steps are made again at `at`. Ends the standstill, if there is one."""
         if self.stands_since is not None:
-            self.stands[-1].until = at
-            self.paces.clear()
+            self.standstills[-1].until = at
+            self.recent_steps.clear()
 
-    def stood(self, step: int, since: float, blamed: events.Culprit | None = None, by: str = "") -> None:
+    def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None, by: str = "") -> None:
         """Note that no step was made from `since` on, after `step`.
 
         Args:
@@ -200,9 +200,9 @@ class Course:
         # An age is measured a moment before its event is written, so `since` may come out too late.
         if self.step and step == self.step:
             since = min(since, self.step_at)
-        if not self.stands or self.stands[-1].until < since:
-            self.stands.append(Standstill(since))
-        stand = self.stands[-1]
+        if not self.standstills or self.standstills[-1].until < since:
+            self.standstills.append(Standstill(since))
+        stand = self.standstills[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
         if blamed is not None:
             # While the reason stays the same, the first node to report it remains the witness.
@@ -214,23 +214,23 @@ class Course:
     @property
     def stands_since(self) -> float | None:
         """When the present standstill began; None: steps are made, as far as is known."""
-        return self.stands[-1].since if self.stands and self.stands[-1].until == math.inf else None
+        return self.standstills[-1].since if self.standstills and self.standstills[-1].until == math.inf else None
 
     @property
     def blamed(self) -> events.Culprit | None:
         """The newest finding about which ranks the others wait for; None: steps are made, or there is no finding."""
-        return self.stands[-1].culprit if self.stands_since is not None else None
+        return self.standstills[-1].culprit if self.stands_since is not None else None
 
-    def stood_within(self, begin: float, end: float) -> list[tuple[float, float]]:
+    def standstills_within(self, begin: float, end: float) -> list[tuple[float, float]]:
         """The parts of the time from `begin` to `end` in which the steps stood still."""
-        times = [(max(begin, each.since), min(end, each.until)) for each in self.stands]
+        times = [(max(begin, each.since), min(end, each.until)) for each in self.standstills]
         return [(since, until) for since, until in times if since < until]
 
 
 class LifeSpans:
     """The spans of one agent's life.
 
-    Events must come in the order of time. What is painted is final; what is not known yet is guessed by `until`.
+    Events must come in the order of time. What is painted is final; what is not known yet is guessed by `spans_until`.
 
     Args:
         begin: when the agent started, in seconds since 1970.
@@ -238,11 +238,11 @@ class LifeSpans:
             it.
     """
 
-    def __init__(self, begin: float, courses: Mapping[int, Course]) -> None:
+    def __init__(self, begin: float, courses: Mapping[int, GenerationCourse]) -> None:
         self.begin = self._cursor = begin
         self._courses = courses
         # The course of the generation `_generation`.
-        self._course = Course()
+        self._course = GenerationCourse()
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
         # What the node does. "start": the agent and the worker parent start. "idle": no seat. "ready": the same, after
@@ -256,16 +256,16 @@ class LifeSpans:
         # When workers were last started in the mode "seated".
         self._workers_at: float | None = None
         # When this node heard of the generation that follows `_generation`; None: it has not.
-        self._turn_at: float | None = None
+        self._next_heard_at: float | None = None
         # When a worker of this node failed in `_generation`; None: none has.
         self._failed_at: float | None = None
         self._marks: tuple[_Mark, ...] = ()  # The marks that are later than the cursor.
         # The amounts by bucket at the cursor: what has been painted of the sums in the marks.
-        self._base: tuple[tuple[str, float], ...] = ()
+        self._painted: tuple[tuple[str, float], ...] = ()
         # The newest mark of the newest generation from before its first step.
         self._before: _Mark | None = None
 
-    def tell(self, event: events.Event, at: float, *, short: bool = False) -> None:
+    def fold(self, event: events.Event, at: float, *, short: bool = False) -> None:
         """Fold in an event of this node.
 
         Args:
@@ -276,12 +276,12 @@ class LifeSpans:
         """
         match event:
             case events.ParentWarm() if self._mode == "start":
-                self._to(at, START)
+                self._paint_to(at, START)
                 self._mode = "idle"
             # A worker that replaces a failed one has set up beside the training of the others.
             case events.Ready() if self._failed_at is not None:
                 self._train_to(self._failed_at)
-                self._to(at, SET_UP)
+                self._paint_to(at, SET_UP)
                 # Where this node knows a later generation already, the others have gone on without it.
                 self._mode, self._failed_at = "ready" if self._newest == self._generation else "idle", None
             case events.StandsBy():
@@ -306,12 +306,12 @@ class LifeSpans:
                 # A script without a Loop and without an optimizer of torch reports no step: it has trained unseen.
                 unseen = self._mode == "seated" and not self._newest_course.saved
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
-                    self._to(self._workers_at, SET_UP)
-                    self._to(at, TRAIN)
+                    self._paint_to(self._workers_at, SET_UP)
+                    self._paint_to(at, TRAIN)
                 self._finish(at)
                 self._mode = "over"
 
-    def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
+    def spans_until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
         """All spans of the life up to `end`, without changing it.
 
         Args:
@@ -320,7 +320,7 @@ class LifeSpans:
         """
         known = copy(self)
         known._spans = list(self._spans)
-        if lost and self._turn_at is None:
+        if lost and self._next_heard_at is None:
             # Not up to this node's own last step: its worker may have been one step behind.
             known._left_out(end, min(end, self._course.step_at or end))
         known._finish(end)
@@ -330,7 +330,7 @@ class LifeSpans:
         """Seconds by bucket of all that is certain at `now`, without changing the life.
 
         That is what is painted already, and the time up to `now` where its bucket is known: a wait for nodes, a
-        standby, a hang. `until` also guesses the rest.
+        standby, a hang. `spans_until` also guesses the rest.
         """
         known = copy(self)
         known._spans = list(self._spans)
@@ -341,16 +341,16 @@ class LifeSpans:
         # How the time of the set-up divides into phases is known with the first step, and is not counted before.
         elif self._mode == "seated" and first_since is not None:
             known._cursor = max(self._cursor, first_since)
-            known._to(now, DETECT)
-        elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
+            known._paint_to(now, DETECT)
+        elif self._mode == "training" and stands_since is not None and self._next_heard_at is self._failed_at is None:
             known._train_to(max([stands_since, *(mark.at for mark in self._pauses)]))
             if not self._pauses:
-                known._to(min(now, self._course.failed_at), DETECT)
-                known._to(now, AGREE)
+                known._paint_to(min(now, self._course.failed_at), DETECT)
+                known._paint_to(now, AGREE)
         return totals(known._spans)
 
     @property
-    def _newest_course(self) -> Course:
+    def _newest_course(self) -> GenerationCourse:
         """The course of the newest generation that this node has heard of."""
         return self._courses.get(self._newest, self._course)
 
@@ -372,12 +372,12 @@ class LifeSpans:
             self._idle_to(at, event)
         self._newest, self._before = event.number, None
         if self._mode == "waiting":
-            self._to(at, WAITING)
+            self._paint_to(at, WAITING)
         if self._mode == "training":
-            self._turn_at = at if self._turn_at is None else self._turn_at
+            self._next_heard_at = at if self._next_heard_at is None else self._next_heard_at
         else:
             if self._mode == "start":
-                self._to(at, START)
+                self._paint_to(at, START)
             self._mode = "waiting" if event.waits else "seated"
 
     def _idle_to(self, end: float, until: events.Generation | None = None) -> None:
@@ -393,12 +393,12 @@ class LifeSpans:
         """
         if self._mode == "ready" and (until is None or until.number == self._newest + 1):
             stands_by = until is None or isinstance(until, events.StandsBy)
-            self._to(min(end, self._newest_course.over_at) if stands_by else end, AGREE)
+            self._paint_to(min(end, self._newest_course.over_at) if stands_by else end, AGREE)
         course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
         waits = not self._courses if course is None else course.waits or self.begin > course.left_at
         # A generation of this kind follows no other, so all nodes have waited for it.
         starts = until is not None and until.kind == "start"
-        self._to(end, WAITING if waits or starts else STANDBY)
+        self._paint_to(end, WAITING if waits or starts else STANDBY)
 
     def _stopped(self, event: events.Restarted, at: float) -> None:
         """The steps have ended, and this node waits with the others for nodes, by a `Restarted` event at `at`."""
@@ -406,9 +406,9 @@ class LifeSpans:
         end = at - sum(event.phases.values()) / 1000
         self._course.step_at = max(self._course.step_at, end)
         self._stand_from(end, event.phases)
-        self._to(at, AGREE)
-        self._mode, self._turn_at, self._failed_at = "waiting", None, None
-        self._marks, self._base = (), ()
+        self._paint_to(at, AGREE)
+        self._mode, self._next_heard_at, self._failed_at = "waiting", None, None
+        self._marks, self._painted = (), ()
 
     def _left_out(self, at: float, last: float) -> None:
         """The others have gone on without this node.
@@ -419,8 +419,8 @@ class LifeSpans:
         """
         if self._mode == "training":
             self._train_to(last if self._failed_at is None else min(last, self._failed_at))
-            self._to(min(at, self._newest_course.over_at), DETECT)
-            self._to(at, STANDBY)
+            self._paint_to(min(at, self._newest_course.over_at), DETECT)
+            self._paint_to(at, STANDBY)
             self._mode = "idle"
         elif self._mode in ("seated", "waiting"):
             self._finish(at)
@@ -433,14 +433,14 @@ class LifeSpans:
             self._course.step_at = max(self._course.step_at, end)
             self._stand_from(end, event.phases)
         else:
-            self._to(end, SET_UP)
+            self._paint_to(end, SET_UP)
         # Generations in between have come to no step. If they hung, that time is `detect`, as it was shown while it
         # lasted.
         between = [course for number, course in self._courses.items() if self._generation < number < event.generation]
         stands = [(each.stands_since, each.over_at) for each in between if each.stands_since is not None]
-        self._course = self._courses.get(event.generation) or Course()
-        self._generation, self._turn_at, self._failed_at = event.generation, None, None
-        self._marks, self._base, self._mode = (), (), "training"
+        self._course = self._courses.get(event.generation) or GenerationCourse()
+        self._generation, self._next_heard_at, self._failed_at = event.generation, None, None
+        self._marks, self._painted, self._mode = (), (), "training"
         starts, loop = "start" in event.phases, "restore" in event.phases
         for name, took_ms in event.phases.items():
             end += took_ms / 1000
@@ -449,11 +449,11 @@ class LifeSpans:
                 # The amounts in `Progress` count from the first step anew. Those from before it are painted here.
                 self._marks = (self._before,) if self._before is not None else ()
                 self._train_to(end)
-                self._marks, self._base = (), ()
+                self._marks, self._painted = (), ()
                 continue
             # A script without a Loop does not say when it is ready for its first step, so that phase is set-up.
             if bucket == TRAIN:
-                bucket, stands = SET_UP, self._course.stood_within(self._cursor, end)
+                bucket, stands = SET_UP, self._course.standstills_within(self._cursor, end)
             # Without a phase "start" the generation is in place: "script" is the time until the living workers got
             # their new seats, and no script has begun.
             elif name == "script" and not starts:
@@ -461,9 +461,9 @@ class LifeSpans:
             elif short and bucket == AGREE:
                 bucket = WAITING
             for since, until in stands:
-                self._to(min(end, since), bucket)
-                self._to(min(end, until), DETECT)
-            self._to(end, bucket)
+                self._paint_to(min(end, since), bucket)
+                self._paint_to(min(end, until), DETECT)
+            self._paint_to(end, bucket)
 
     def _progressed(self, event: events.Progress, at: float) -> None:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
@@ -475,7 +475,7 @@ class LifeSpans:
         if before and mark.step <= before[-1].step:
             # No step has ended since the mark before. This may be a pause, which is reported only at its end.
             before = before[:-1]
-        elif before and self._turn_at is None:
+        elif before and self._next_heard_at is None:
             # A step followed the mark before, so no pause that is still unreported can have begun before it.
             self._train_to(before[-1].at)
             before = self._marks
@@ -487,32 +487,32 @@ class LifeSpans:
         """Paint the time from the cursor to `end`, by what is known now."""
         match self._mode:
             case "start" | "over":
-                self._to(end, START)
+                self._paint_to(end, START)
             case "idle" | "ready":
                 self._idle_to(end)
             case "waiting":
-                self._to(end, WAITING)
+                self._paint_to(end, WAITING)
             case "seated":
                 self._set_up_to(end)
             case _:
                 # Training has ended with the earliest sign of trouble. The agents need the time after that to agree.
-                known = [at for at in (self._failed_at, self._turn_at) if at is not None]
+                known = [at for at in (self._failed_at, self._next_heard_at) if at is not None]
                 last = min([*known, self._course.failed_at, end])
                 self._marks += tuple(mark.later(last) for mark in self._pauses if mark.at < last)
                 self._train_to(last)
-                self._to(end if self._turn_at is None else min(self._turn_at, end), AGREE)
+                self._paint_to(end if self._next_heard_at is None else min(self._next_heard_at, end), AGREE)
                 self._set_up_to(end)
 
     def _set_up_to(self, end: float) -> None:
         """Paint the set-up up to `end`, without the pauses in it. From a standstill on the time is `detect`."""
         if self._before is not None and (paused_s := dict(self._before.seconds)[PAUSE]):
-            self._to(self._before.at - paused_s, SET_UP)
-            self._to(end if self._before.pausing else self._before.at, PAUSE)
+            self._paint_to(self._before.at - paused_s, SET_UP)
+            self._paint_to(end if self._before.pausing else self._before.at, PAUSE)
         since = self._newest_course.stands_since
-        self._to(end if since is None else min(since, end), SET_UP)
-        self._to(end, DETECT)
+        self._paint_to(end if since is None else min(since, end), SET_UP)
+        self._paint_to(end, DETECT)
 
-    def _to(self, end: float, bucket: str) -> None:
+    def _paint_to(self, end: float, bucket: str) -> None:
         # Events of several nodes share one course, so an end may lie before the cursor. Painted time is never changed.
         if end <= self._cursor:
             return
@@ -536,11 +536,11 @@ class LifeSpans:
         if course.over_at < end:
             last = min(end, course.step_at or course.over_at)
         for mark in self._marks:
-            self._piece(min(mark.at, last), mark.seconds)
+            self._paint_piece(min(mark.at, last), mark.seconds)
         self._marks = tuple(mark for mark in self._marks if mark.at > last)
-        self._piece(last, self._base)
-        self._to(min(end, course.over_at), DETECT)
-        self._to(end, STANDBY)
+        self._paint_piece(last, self._painted)
+        self._paint_to(min(end, course.over_at), DETECT)
+        self._paint_to(end, STANDBY)
 
     def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
         """Paint training up to the last step, and after it the time until the change was known.
@@ -553,7 +553,7 @@ class LifeSpans:
             phases: milliseconds by phase, from that step on.
         """
         detect_s, agree_s = phases.get("detect", 0.0) / 1000, phases.get("agree", 0.0) / 1000
-        until, known = end + detect_s, dict(self._base)
+        until, known = end + detect_s, dict(self._painted)
         for mark in self._marks:
             known = dict(mark.seconds) if mark.at <= end else known
         told = [dict(mark.seconds) for mark in self._marks if end < mark.at <= until + agree_s + ROUNDED_S]
@@ -563,10 +563,10 @@ class LifeSpans:
         else:
             paused_s = 0.0
         self._train_to(end)
-        self._to(min(until, end + paused_s), PAUSE)
-        self._to(until, DETECT)
+        self._paint_to(min(until, end + paused_s), PAUSE)
+        self._paint_to(until, DETECT)
 
-    def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
+    def _paint_piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         """Paint from the cursor to `end`: the amounts, repeated steps, standstills, and training for the rest.
 
         Args:
@@ -577,23 +577,23 @@ class LifeSpans:
             return
         # Where a pause or a wait for data lies is not known, so it may be part of a standstill. Only the amounts that
         # exceed the standstills are painted before them.
-        before, stands = dict(self._base), self._course.stood_within(self._cursor, end)
+        before, stands = dict(self._painted), self._course.standstills_within(self._cursor, end)
         amounts = {bucket: max(0.0, spent_s - before.get(bucket, 0.0)) for bucket, spent_s in seconds}
         besides_s = max(0.0, sum(amounts.values()) - sum(until - since for since, until in stands))
-        self._base = seconds
+        self._painted = seconds
         for since, until in [*stands, (end, end)]:
             besides_s -= self._spend(amounts, min(since, self._cursor + besides_s))
-            self._to(min(since, self._course.redone_until), REDONE)
-            self._to(since, TRAIN)
+            self._paint_to(min(since, self._course.redone_until), REDONE)
+            self._paint_to(since, TRAIN)
             self._spend(amounts, until)
-            self._to(until, DETECT)
+            self._paint_to(until, DETECT)
 
     def _spend(self, amounts: dict[str, float], end: float) -> float:
         """Paint `amounts` up to `end`, and take what was painted away from them. Returns the seconds that this took."""
         begin = self._cursor
         for bucket, left_s in amounts.items():
             spent_s = max(0.0, min(left_s, end - self._cursor))
-            self._to(self._cursor + spent_s, bucket)
+            self._paint_to(self._cursor + spent_s, bucket)
             amounts[bucket] = left_s - spent_s
         return self._cursor - begin
 

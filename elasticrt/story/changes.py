@@ -17,7 +17,7 @@ COST_NONE_S = 3.0
 """How long a sentence waits for any first step. Then it is printed without the cost, which is printed by itself later.
 """
 
-Told = tuple[Chapter, str]
+Sentence = tuple[Chapter, str]
 """A generation, and a sentence about it."""
 
 
@@ -35,11 +35,11 @@ class Changes:
         # The numbers of the newest generations whose sentence, and whose cost, was printed.
         self._announced = self._costed = 0
 
-    def tell(self, record: events.Record) -> list[Told]:
+    def fold(self, record: events.Record) -> list[Sentence]:
         """Fold `record` into the story. Returns the sentences that are due now."""
         story, before = self._story, self._story.chapter
-        said: list[Told] = []
-        story.tell(record)
+        said: list[Sentence] = []
+        story.fold(record)
         # A newer generation ends the wait for the one before. Its sentence is printed if nothing was printed, or its
         # cost known.
         chapter = story.chapter
@@ -52,7 +52,7 @@ class Changes:
             said.append(self._announce(chapter))
         return said
 
-    def tick(self, now: float) -> list[Told]:
+    def tick(self, now: float) -> list[Sentence]:
         """The sentences that are due at `now`."""
         chapter, due = self._story.chapter, self.due()
         return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
@@ -66,7 +66,7 @@ class Changes:
             return chapter.stepped_at + COST_COMPLETE_S
         return chapter.begin + COST_NONE_S if chapter.number > self._announced else None
 
-    def _announce(self, chapter: Chapter) -> Told:
+    def _announce(self, chapter: Chapter) -> Sentence:
         """The sentence of a generation, with its cost if known. If the sentence was printed before, only the cost."""
         first = chapter is self._story.chapters[0]
         name = f"generation {chapter.number}: "

@@ -56,7 +56,7 @@ class Clocks:
         zero = self._zeros.setdefault(machine, record.time - record.at)
         return zero + record.at + self._behind.get(machine, 0.0)
 
-    def tell(self, record: events.Record) -> None:
+    def fold(self, record: events.Record) -> None:
         """Note what `record` says about clocks, for `disagree`. Call `when` for the record first."""
         event, node = record.event, record.node
         if isinstance(event, events.AgentStarted):

@@ -21,10 +21,10 @@ from elasticrt.ipc.failure import NOT_LET_GO
 from elasticrt.story.buckets import (
     AGREE,
     LATE_S,
-    STANDS_KEPT,
+    STANDSTILLS_KEPT,
     TRAIN,
     WAITING,
-    Course,
+    GenerationCourse,
     LifeSpans,
     Span,
     Standstill,
@@ -44,7 +44,7 @@ SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run counts as ended when its agents have written nothing for this many seconds, or for this share of its time so
 far, whichever is longer."""
 
-WORD_S, WORD_SHARE = 12.0, 0.002
+SILENT_TRAINING_S, SILENT_TRAINING_SHARE = 12.0, 0.002
 """The limits while workers train, added up: then each agent writes `Progress` every 5 s, of which its file keeps at
 least one line in each thousandth of the run."""
 
@@ -59,7 +59,7 @@ _FINISHED = (
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
 
-_TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded | events.Unwritten
+_BEFORE_LONG_SILENCE = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded | events.Unwritten
 """After one of these, an agent may write nothing for long: until its workers train again, or until its file takes
 events again."""
 
@@ -102,7 +102,7 @@ class Gap:
 
 
 @dataclass
-class Life:
+class AgentLife:
     """One agent, from its start to its end."""
 
     node: str
@@ -117,9 +117,9 @@ class Life:
     # time of its last event. None: not known to be gone.
     gone_at: float | None = None
     # Whether its workers train, so that it writes `Progress` every 5 s.
-    tells: bool = False
-    leaves: bool = False  # Whether the agent has said that it leaves the run.
-    loss: Trouble | None = None  # The failure as which the node was taken out; None: it was not.
+    is_training: bool = False
+    is_leaving: bool = False  # Whether the agent has said that it leaves the run.
+    loss: RunFailure | None = None  # The failure as which the node was taken out; None: it was not.
     result_at: float = math.inf  # When the agent told the run's result.
     # Since when etcd has not answered the agent; None while it answers.
     away_since: float | None = None
@@ -186,7 +186,7 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class RunFailure:
     """A failure."""
 
     at: float  # When.
@@ -198,21 +198,21 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Stand:
+class ExplainedStandstill:
     """A standstill whose reason is known: which ranks or nodes the others wait for."""
 
     since: float  # When the last step was made.
     culprit: events.Culprit  # The newest finding.
     # Whether `culprit.step` counts over the whole run. Else it is the number of optimizer steps of the present
     # processes, and is not shown.
-    counts: bool = True
+    has_step_numbers: bool = True
     # The node that does not hear the others, if the finding is one-sided: this node may be the one that is cut off. ""
     # otherwise.
     by: str = ""
 
-    def told(self, now: float) -> str:
+    def sentence(self, now: float) -> str:
         """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
-        after = f" after step {self.culprit.step:,}" if self.counts else ""
+        after = f" after step {self.culprit.step:,}" if self.has_step_numbers else ""
         seen = f", as {self.by} sees it" if self.by else ""
         return f"no step for {now - self.since:.0f} s{after}{seen}: {self.culprit.reason}"
 
@@ -220,7 +220,7 @@ class Stand:
 class Story:
     """What is known of a run.
 
-    `tell` takes the events of all its agents, best in the order of `clocks.when`. The attributes are what the events so
+    `fold` takes the events of all its agents, best in the order of `clocks.when`. The attributes are what the events so
     far say; views only read them.
 
     Args:
@@ -233,7 +233,7 @@ class Story:
         # before.
         self.run_id = self.run_dir = self.etcd = ""
         self.min_nodes = self.max_nodes = 1  # The limits of the run.
-        self.lives: list[Life] = []  # All agents, in the order of their starts.
+        self.lives: list[AgentLife] = []  # All agents, in the order of their starts.
         self.chapters: list[Chapter] = []  # The generations, in order.
         # By node: the newest generation with workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
@@ -254,11 +254,11 @@ class Story:
         self.samples = 0  # Trained on so far, in all epochs; 0 if not known.
         # By rank: the seconds of the rank's own work in a step, each with the time of its report.
         self.work: dict[int, Series[tuple[float, float]]] = {}
-        self.troubles: list[Trouble] = []  # The failures, in the order of time.
+        self.failures: list[RunFailure] = []  # The failures, in the order of time.
         # The newest findings about slow nodes, each with its time.
-        self.slows: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDS_KEPT)
+        self.straggler_findings: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDSTILLS_KEPT)
         # The newest checkpoints that could not be saved, and the first one that was saved after such, with their times.
-        self.missed: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDS_KEPT)
+        self.save_outcomes: deque[tuple[float, events.Unsaved | events.Committed]] = deque(maxlen=2 * STANDSTILLS_KEPT)
         # The times in which a node's events could not be written, unless all were written later.
         self.gaps: list[Gap] = []
         # From when until when etcd did not answer a node.
@@ -271,14 +271,14 @@ class Story:
         self.text = ""  # The report of a failed run.
         # The times of the first and the last event; 0 before the first.
         self.begin = self.last = 0.0
-        self._present: dict[str, Life] = {}  # The newest life of each node.
+        self._newest_lives: dict[str, AgentLife] = {}  # The newest life of each node.
         # By number. Only those of the present etcd: a fresh one counts from 1 again.
         self._numbers: dict[int, Chapter] = {}
-        self._courses: dict[int, Course] = {}  # By generation.
+        self._courses: dict[int, GenerationCourse] = {}  # By generation.
         # By generation: what `_was_short` has found, with the facts that it depends on.
         self._short: dict[int, tuple[tuple[int, ...], bool]] = {}
         # The newest standstills with a finding, each with the course of its generation.
-        self._stood_still: deque[tuple[Standstill, Course]] = deque(maxlen=STANDS_KEPT)
+        self._explained: deque[tuple[Standstill, GenerationCourse]] = deque(maxlen=STANDSTILLS_KEPT)
         # How many chapters belong to earlier attempts that succeeded.
         self._done_before = 0
         # When another etcd took the place of one that had died.
@@ -296,28 +296,30 @@ class Story:
         return waiting[-1].begin if waiting and self.result is None else None
 
     @property
-    def stand(self) -> Stand | None:
+    def standstill(self) -> ExplainedStandstill | None:
         """The present standstill, if its reason is known; None: steps are made, or the reason is not known."""
-        hang, chapter, last = self._hang, self.chapter, self.troubles[-1] if self.troubles else None
+        hang, chapter, last = self._blamed_standstill, self.chapter, self.failures[-1] if self.failures else None
         if hang is not None or chapter is None or last is None or self.result is not None or not self.alive():
             return hang
         # No step or generation has followed the last failure. Steps from before it may be reported up to `LATE_S`
         # later.
         if last.generation != chapter.number or last.at < self.last_step_at - LATE_S:
             return None
-        return Stand(
-            last.at, events.Culprit(chapter.number, self.newest, 0.0, (), (last.node,), last.what), self.counts
+        return ExplainedStandstill(
+            last.at,
+            events.Culprit(chapter.number, self.newest, 0.0, (), (last.node,), last.what),
+            self.has_step_numbers,
         )
 
     @property
-    def _hang(self) -> Stand | None:
+    def _blamed_standstill(self) -> ExplainedStandstill | None:
         """The present standstill, if a node has found whom the others wait for."""
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         since = course.stands_since if course is not None else None
         # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
         if course is None or course.blamed is None or since is None or self.result is not None or not self.alive():
             return None
-        return Stand(since, course.blamed, self.counts)
+        return ExplainedStandstill(since, course.blamed, self.has_step_numbers)
 
     @property
     def succeeded(self) -> bool:
@@ -325,7 +327,7 @@ class Story:
         return self.result is not None and self.result.status == "succeeded"
 
     @property
-    def counts(self) -> bool:
+    def has_step_numbers(self) -> bool:
         """Whether `step` counts over the whole run, as far as is known. It does for a script with a Loop.
 
         That is assumed until a script succeeds without a step or a checkpoint, or makes steps without numbers.
@@ -334,15 +336,15 @@ class Story:
             return True
         return not self.succeeded and all(chapter.stepped_at is None for chapter in self.chapters)
 
-    def away_since(self) -> float | None:
+    def etcd_away_since(self) -> float | None:
         """Since when etcd has not answered a node that is alive; None: all get answers, as far as is known."""
         return min(
-            (each for node in self.alive() if (each := self._present[node].away_since) is not None), default=None
+            (each for node in self.alive() if (each := self._newest_lives[node].away_since) is not None), default=None
         )
 
-    def untold(self) -> list[Gap]:
+    def open_gaps(self) -> list[Gap]:
         """The present gaps of nodes that have not told their end: what these nodes did since is not known."""
-        return [life.gap for life in self._present.values() if life.gap is not None and life.code is None]
+        return [life.gap for life in self._newest_lives.values() if life.gap is not None and life.code is None]
 
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
         """From when until when etcd did not answer some node. Times that overlap are merged.
@@ -350,7 +352,7 @@ class Story:
         Args:
             now: up to when an outage of a living node lasts; None: up to the node's last event.
         """
-        alive = [self._present[node] for node in self.alive()] if now is not None else []
+        alive = [self._newest_lives[node] for node in self.alive()] if now is not None else []
         still = [(life.away_since, life.last) for life in self.lives if life.away_since is not None]
         still += [(life.away_since, now) for life in alive if life.away_since is not None and now is not None]
         found: list[tuple[float, float]] = []
@@ -361,11 +363,11 @@ class Story:
                 found.append((begin, end))
         return found
 
-    def standing(self, now: float) -> str:
-        """The sentence about `stand` at `now`; "" if it is None."""
-        return self.stand.told(now) if self.stand is not None else ""
+    def standstill_sentence(self, now: float) -> str:
+        """The sentence about `standstill` at `now`; "" if it is None."""
+        return self.standstill.sentence(now) if self.standstill is not None else ""
 
-    def stood_still(self, now: float | None = None) -> list[tuple[Stand, float]]:
+    def explained_standstills(self, now: float | None = None) -> list[tuple[ExplainedStandstill, float]]:
         """The newest standstills whose reason was found, each with its end.
 
         One that outlives its generation is told once, with its newest reason.
@@ -373,9 +375,12 @@ class Story:
         Args:
             now: the end of one that still lasts; None: the time of the last event.
         """
-        last, found = self.last if now is None else max(now, self.last), dict[float, tuple[Stand, float]]()
+        last, found = (
+            self.last if now is None else max(now, self.last),
+            dict[float, tuple[ExplainedStandstill, float]](),
+        )
         before = -math.inf
-        for stand, course in self._stood_still:
+        for stand, course in self._explained:
             assert stand.culprit is not None
             # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
             before = before if abs(stand.since - before) < LATE_S else stand.since
@@ -385,28 +390,31 @@ class Story:
             # it.
             named = stand.culprit.ranks or not stand.culprit.nodes or stand.by in stand.culprit.nodes
             by = "" if named else stand.by
-            found[before] = (Stand(before, stand.culprit, self.counts, by), self._seen(before, until))
+            found[before] = (
+                ExplainedStandstill(before, stand.culprit, self.has_step_numbers, by),
+                self._witnessed_end(before, until),
+            )
         return list(found.values())
 
-    def _seen(self, since: float, until: float) -> float:
+    def _witnessed_end(self, since: float, until: float) -> float:
         """The end of a standstill, as far as an agent was there to see it.
 
         That is `until`, or the last event of the agents of that time, if all of these have ended.
         """
         there = [life for life in self.lives if life.begin <= since]
-        left = [life for life in there if life is not self._present[life.node] or life.code is not None]
+        left = [life for life in there if life is not self._newest_lives[life.node] or life.code is not None]
         return min(until, max(life.last for life in there)) if there and left == there else until
 
     @property
     def unsaved(self) -> events.Unsaved | None:
         """The newest checkpoint, if it could not be saved; None: it was saved."""
-        newest = self.missed[-1][1] if self.missed else None
+        newest = self.save_outcomes[-1][1] if self.save_outcomes else None
         return newest if isinstance(newest, events.Unsaved) else None
 
     @property
-    def slow(self) -> events.Straggler | None:
+    def straggler(self) -> events.Straggler | None:
         """The finding about the node that is slow now, in the newest generation; None: no node is known to be slow."""
-        at, event = self.slows[-1] if self.slows else (0.0, None)
+        at, event = self.straggler_findings[-1] if self.straggler_findings else (0.0, None)
         now = event is not None and event.slow and self.chapter is not None and at >= self.chapter.begin
         return event if now else None
 
@@ -416,29 +424,29 @@ class Story:
         course = self._courses.get(self.chapter.number) if self.chapter is not None else None
         return course.speed if course is not None else None
 
-    def standing_s(self, now: float) -> float:
+    def standstill_s(self, now: float) -> float:
         """For how many seconds no step has been made at `now`.
 
         0 if steps are made, or if neither a reason is known nor nodes are waited for.
         """
-        since = self.stand.since if self.stand is not None else self.waits_since
+        since = self.standstill.since if self.standstill is not None else self.waits_since
         return max(0.0, now - since) if since is not None else 0.0
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
-        return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
+        return tuple(node for node, life in self._newest_lives.items() if life.code is None and life.gone_at is None)
 
-    def killed(self, node: str) -> None:
+    def note_killed(self, node: str) -> None:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
-        life = self._present[node]
+        life = self._newest_lives[node]
         life.gone_at = life.last
-        if self.chapter is not None and not self.seated():
-            last = max((each.last for each in self.seats(self.chapter)), default=life.last)
+        if self.chapter is not None and not self.seated_lives():
+            last = max((each.last for each in self.lives_in(self.chapter)), default=life.last)
             self._courses[self.chapter.number].left_at = last
 
     def pid(self, node: str) -> int:
         """The process id of the node's newest agent."""
-        return self._present[node].pid
+        return self._newest_lives[node].pid
 
     def worker(self, rank: int) -> int | None:
         """The pid of the worker with `rank` in the newest generation; None if there is none."""
@@ -449,18 +457,18 @@ class Story:
 
     # The events.
 
-    def tell(self, record: events.Record) -> float:  # noqa: PLR0912, PLR0915  One table of kinds.
+    def fold(self, record: events.Record) -> float:  # noqa: PLR0912, PLR0915  One table of kinds.
         """Fold `record` into the story. Returns when it happened."""
         at, event, node = self.clocks.when(record), record.event, record.node
-        self.clocks.tell(record)
+        self.clocks.fold(record)
         self.begin = min(self.begin or at, at)
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
         # Without a start before it: the file's first lines are damaged.
-        elif node not in self._present:
+        elif node not in self._newest_lives:
             self._begin_life(node, 0, record.at, at)
-        life = self._present[node]
+        life = self._newest_lives[node]
         if isinstance(event, _FINISHED) and event.step:
             self._finished(event.generation, event.step)
         match event:
@@ -483,11 +491,11 @@ class Story:
             case events.Committed():
                 self._committed(event, at)
             case events.Unsaved():
-                self.missed.append((at, event))
+                self.save_outcomes.append((at, event))
             case events.Culprit() | events.Stalled() | events.GoesOn():
-                self._stood(event, node, at)
+                self._stood_or_went_on(event, node, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
-                self.slows.append((at, event))
+                self.straggler_findings.append((at, event))
             case events.MemberLost():
                 self._member_lost(event, life, at)
             case events.EtcdAway():
@@ -501,10 +509,12 @@ class Story:
             case events.Leaves() | events.AgentStopped():
                 self._leaves(life, event)
         short = isinstance(event, events.Recovery) and self._was_short(event.generation)
-        life.spans.tell(event, at, short=short)
+        life.spans.fold(event, at, short=short)
         # An event of a node that was taken out shows that its agent lives.
         life.last, life.gone_at = max(life.last, at), None
-        life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
+        life.is_training = isinstance(event, events.Progress) or (
+            life.is_training and not isinstance(event, _BEFORE_LONG_SILENCE)
+        )
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
@@ -522,12 +532,12 @@ class Story:
         self.result, self.ended_at = None, math.inf
 
     def _begin_life(self, node: str, pid: int, started_at: float, at: float) -> None:
-        life = Life(node, pid, at, started_at, at, LifeSpans(at, self._courses))
+        life = AgentLife(node, pid, at, started_at, at, LifeSpans(at, self._courses))
         self.lives.append(life)
-        self._present[node] = life
+        self._newest_lives[node] = life
 
     def _generation(self, event: events.Generation, node: str, at: float) -> None:
-        before, life = self.chapter, self._present.get(node)
+        before, life = self.chapter, self._newest_lives.get(node)
         known = before is not None and (event.number in self._numbers or event.number < before.number)
         # A fresh etcd counts generations from 1 again. It is recognised by a known number from an agent that started
         # after the newest generation began: no agent has a seat in a generation older than itself.
@@ -545,14 +555,14 @@ class Story:
         # The leader publishes a cause in its own words. Add what only the story knows: whom the last generation waited
         # for, who joined on this occasion, who was slow, whether etcd was replaced.
         if before is not None:
-            stand, before.end = self._hang, at
+            stand, before.end = self._blamed_standstill, at
             self._courses[before.number].over(at)
             if kind == "start" and self._fresh_at >= before.begin:
                 cause = "etcd had died, and a fresh one was started"
             elif kind == "start":
-                cause, kind = self._why_anew(before, event, at)
+                cause, kind = self._cause_of_restart(before, event, at)
             if stand is not None:
-                cause = self._hung(stand, cause, at)
+                cause = self._cause_with_standstill(stand, cause, at)
             # A run that is started again after a success has no step before.
             if len(self.chapters) > self._done_before:
                 step = before.reached if before.first_step is not None else before.step_before
@@ -561,8 +571,8 @@ class Story:
                 known_nodes = frozenset(follows)
                 newcomers = [name for name in event.nodes if name not in known_nodes and name not in cause]
                 cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
-            if event.kind == "drain" and self.slow is not None and self.slow.slow not in event.nodes:
-                cause = f"{cause}; {self.slow.slow} was slow"
+            if event.kind == "drain" and self.straggler is not None and self.straggler.slow not in event.nodes:
+                cause = f"{cause}; {self.straggler.slow} was slow"
             self._interrupted(before)
         if anew:
             self._numbers.clear()
@@ -587,43 +597,43 @@ class Story:
         )
         self.chapters.append(chapter)
         self._numbers[event.number] = chapter
-        self._courses[event.number] = Course(waits=event.waits)
+        self._courses[event.number] = GenerationCourse(waits=event.waits)
 
     def _interrupted(self, before: Chapter) -> None:
         """Another generation follows `before`. Note when its agents had ended, if none of them has lived on."""
-        seated = self.seats(before)
+        seated = self.lives_in(before)
         ended_at = max((life.last for life in seated), default=before.begin)
         later = [life for life in self.lives if life.begin > ended_at]
-        if not seated or any(self._present[life.node] is life for life in seated):
+        if not seated or any(self._newest_lives[life.node] is life for life in seated):
             return
         self._courses[before.number].left_at = ended_at
         # All agents of the present started later, so there was a time without any agent.
-        if len(later) == len(self._present):
+        if len(later) == len(self._newest_lives):
             self.breaks.append((ended_at, min(life.begin for life in later), ends(seated)))
 
-    def seats(self, chapter: Chapter) -> list[Life]:
+    def lives_in(self, chapter: Chapter) -> list[AgentLife]:
         """The agents that have a seat in `chapter`, as far as they are known."""
         nodes = frozenset(chapter.nodes)
         lives = [life for life in self.lives if life.node in nodes and life.begin <= chapter.begin]
         return list({life.node: life for life in lives}.values())
 
-    def elsewhere(self) -> list[str]:
+    def nodes_without_events(self) -> list[str]:
         """The nodes of the newest generation that have no event here.
 
         Nodes without a shared disk write to run directories of their own.
         """
-        known = self.told_by
+        known = self.nodes_with_events
         return [node for node in (self.chapter.nodes if self.chapter is not None else ()) if node not in known]
 
     @property
-    def told_by(self) -> set[str]:
+    def nodes_with_events(self) -> set[str]:
         """The nodes that have written events of this run."""
         return {life.node for life in self.lives}
 
-    def seated(self) -> list[Life]:
+    def seated_lives(self) -> list[AgentLife]:
         """The running agents that have a seat in the newest generation."""
-        alive = {id(self._present[node]) for node in self.alive()}
-        return [life for life in self.seats(self.chapter) if id(life) in alive] if self.chapter is not None else []
+        alive = {id(self._newest_lives[node]) for node in self.alive()}
+        return [life for life in self.lives_in(self.chapter) if id(life) in alive] if self.chapter is not None else []
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
@@ -656,7 +666,9 @@ class Story:
         if chapter.first_step is None:
             return
         # Only if all nodes of the generation before have told their events is its last step known.
-        if chapter.redone is not None or (chapter.follows is not None and self._present.keys() >= {*chapter.follows}):
+        if chapter.redone is not None or (
+            chapter.follows is not None and self._newest_lives.keys() >= {*chapter.follows}
+        ):
             chapter.redone = max(chapter.redone or 0, chapter.step_before - chapter.resume_step)
 
     def _finished(self, generation: int, step: int) -> None:
@@ -703,14 +715,14 @@ class Story:
         if event.generation in self._courses:
             self._courses[event.generation].saved = True
         if self.unsaved is not None:
-            self.missed.append((at, event))
+            self.save_outcomes.append((at, event))
         if event.step >= self.checkpoint:
             self.checkpoint, self.checkpoint_at = event.step, at
         self.checkpoints += 1
         self.saves.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
-        blamed = self._hang.culprit if self._hang is not None else None
+        blamed = self._blamed_standstill.culprit if self._blamed_standstill is not None else None
         # The nodes that wait for the blamed one had made one step more. It does not end the standstill.
         ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
         # A file leaves out most `Step` events, so progress may be news.
@@ -734,11 +746,11 @@ class Story:
             course.stepped(step, at)
 
     def _worker_failed(self, event: events.WorkerEnded, node: str, at: float) -> None:
-        self.troubles.append(Trouble(at, node, event.failure, event.generation))
+        self.failures.append(RunFailure(at, node, event.failure, event.generation))
         if event.generation in self._courses:
             self._courses[event.generation].failed_at = at
 
-    def _etcd_away(self, life: Life, event: events.EtcdAway, at: float) -> None:
+    def _etcd_away(self, life: AgentLife, event: events.EtcdAway, at: float) -> None:
         """Etcd does not answer the agent of `life`, or answers again."""
         life.away_since = at - event.away_s if event.problem else None
         if not event.problem:
@@ -746,7 +758,7 @@ class Story:
         if event.fresh:
             self._fresh_at, self.etcd = at, event.etcd or self.etcd
 
-    def _unwritten(self, life: Life, event: events.Unwritten, at: float) -> None:
+    def _unwritten(self, life: AgentLife, event: events.Unwritten, at: float) -> None:
         """Events of a node cannot be written to its file, or are written again."""
         gap = life.gap or Gap(life.node, at - event.for_s, event.reason)
         if gap is not life.gap:
@@ -757,7 +769,7 @@ class Story:
         if event.over and not event.missing:
             self.gaps.remove(gap)
 
-    def _stood(self, event: events.Culprit | events.Stalled | events.GoesOn, node: str, at: float) -> None:
+    def _stood_or_went_on(self, event: events.Culprit | events.Stalled | events.GoesOn, node: str, at: float) -> None:
         """Steps stand still, or go on again, by the report of `node`."""
         course = self._courses.get(event.generation)
         if course is None:
@@ -765,14 +777,14 @@ class Story:
         if isinstance(event, events.GoesOn):
             course.goes_on(at)
         elif isinstance(event, events.Culprit):
-            course.stood(event.step, at - event.age_s, event, node)
+            course.stood_still(event.step, at - event.age_s, event, node)
             # A rank has been known to be lost for so long, so its failure counts from then.
             if event.unagreed_s:
                 course.failed_at = min(course.failed_at, at - event.unagreed_s)
-            if course.blamed is event and not any(stand is course.stands[-1] for stand, _ in self._stood_still):
-                self._stood_still.append((course.stands[-1], course))
+            if course.blamed is event and not any(stand is course.standstills[-1] for stand, _ in self._explained):
+                self._explained.append((course.standstills[-1], course))
         else:
-            course.stood(event.step, at - event.age_s)
+            course.stood_still(event.step, at - event.age_s)
             course.hung = course.hung or ((at, event) if event.final else None)
         # Without stacks the worker's own end is the failure that is told.
         if course.hung is not None and course.hung[1].stacks:
@@ -787,8 +799,8 @@ class Story:
             culprit: the finding about whom the others wait for; None: not known yet. Then the failure has no node.
         """
         nodes: tuple[str, ...] = ()
-        what = f"no progress for {event.age_s:.0f} s" + (f" after step {event.step:,}" if self.counts else "")
-        # The finding may be one step behind: see `Course.stood`.
+        what = f"no progress for {event.age_s:.0f} s" + (f" after step {event.step:,}" if self.has_step_numbers else "")
+        # The finding may be one step behind: see `GenerationCourse.stood_still`.
         if culprit is not None and abs(event.step - culprit.step) <= 1:
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes
         self._add_hang(at, what, event.generation, nodes or ("",), since=at - event.age_s)
@@ -799,10 +811,10 @@ class Story:
         Earlier failures of the same hang, those from `since` on, are replaced: it may go on in generations that come to
         no step.
         """
-        self.troubles = [each for each in self.troubles if not (each.hang and each.at >= since)]
-        self.troubles += [Trouble(at, each, what, generation, hang=True) for each in nodes]
+        self.failures = [each for each in self.failures if not (each.hang and each.at >= since)]
+        self.failures += [RunFailure(at, each, what, generation, hang=True) for each in nodes]
 
-    def _hung(self, stand: Stand, cause: str, at: float) -> str:
+    def _cause_with_standstill(self, stand: ExplainedStandstill, cause: str, at: float) -> str:
         """The `cause` of the generation that ended the standstill `stand` at `at`, with the standstill's reason added.
 
         The standstill counts as a failure, too.
@@ -812,11 +824,11 @@ class Story:
         # A hang that ended its generation is in the cause already; nodes that do not answer are reported as lost.
         if course.hung or (culprit.nodes and not culprit.ranks):
             return cause
-        until = self._seen(stand.since, at)
-        self._add_hang(at, stand.told(until), culprit.generation, culprit.nodes, since=stand.since)
+        until = self._witnessed_end(stand.since, at)
+        self._add_hang(at, stand.sentence(until), culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
-    def _member_lost(self, event: events.MemberLost, teller: Life | None, at: float) -> None:
+    def _member_lost(self, event: events.MemberLost, teller: AgentLife | None, at: float) -> None:
         """A node was taken out.
 
         If the agent that reports it, `teller`, started only after the lost node's last event, the moment of the loss is
@@ -827,18 +839,18 @@ class Story:
         lives = [life for life in self.lives if life.node == event.lost and life.begin <= begin]
         life = lives[-1] if lives else None
         # An agent that ended or left of its own accord is no loss, unless it stopped answering.
-        if life is not None and (life.code is not None or (life.leaves and SILENT not in event.how)):
+        if life is not None and (life.code is not None or (life.is_leaving and SILENT not in event.how)):
             return
         late = life is not None and teller is not None and teller.begin > life.last
         number = self.chapter.number if self.chapter is not None else 0
-        self._lost(Trouble(at, event.lost, event.how, number), life, at if not late else 0.0)
+        self._lost(RunFailure(at, event.lost, event.how, number), life, at if not late else 0.0)
 
-    def _lost(self, loss: Trouble, life: Life | None, gone_at: float) -> None:
-        self.troubles.append(loss)
+    def _lost(self, loss: RunFailure, life: AgentLife | None, gone_at: float) -> None:
+        self.failures.append(loss)
         if life is not None:
             life.gone_at, life.loss = max(gone_at, life.last), loss
 
-    def _leaves(self, life: Life, event: events.Leaves | events.AgentStopped) -> None:
+    def _leaves(self, life: AgentLife, event: events.Leaves | events.AgentStopped) -> None:
         """An agent leaves the run, or has ended.
 
         If it left before its node was taken out, nothing has failed. The two events may come in either order, because
@@ -847,19 +859,19 @@ class Story:
         if isinstance(event, events.AgentStopped):
             life.code = event.code
             return
-        life.leaves = True
-        if life.loss in self.troubles and SILENT not in life.loss.what:
-            self.troubles.remove(life.loss)
+        life.is_leaving = True
+        if life.loss in self.failures and SILENT not in life.loss.what:
+            self.failures.remove(life.loss)
 
-    def _why_anew(self, before: Chapter, event: events.Generation, at: float) -> tuple[str, str]:
+    def _cause_of_restart(self, before: Chapter, event: events.Generation, at: float) -> tuple[str, str]:
         """The cause and kind of a generation that `event` reports as a "start".
 
         Its leader may have found an empty etcd, and does not know which agents were killed together with the etcd
         before.
         """
-        killed = [life for life in self.seats(before) if life.code is None and not (life.leaves or life.loss)]
+        killed = [life for life in self.lives_in(before) if life.code is None and not (life.is_leaving or life.loss)]
         for life in killed:
-            self._lost(Trouble(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
+            self._lost(RunFailure(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
         names = ", ".join(life.node for life in killed)
         return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
 
@@ -891,21 +903,21 @@ class Story:
         return {
             node
             for node in {*before.nodes}.intersection(chapter.nodes)
-            if node not in self._present or self._present[node].begin <= before.begin
+            if node not in self._newest_lives or self._newest_lives[node].begin <= before.begin
         }
 
     # Sums.
 
-    def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
+    def spans_of(self, life: AgentLife, now: float | None = None) -> tuple[Span, ...]:
         """How the time of `life` was spent, from its start.
 
         The spans reach up to the last event; for a running agent up to `now`, if given; for a lost node up to the
         moment at which the others noticed the loss.
         """
         if life.gone_at is not None:
-            return life.spans.until(life.gone_at, lost=life.gone_at > life.last)
-        runs = life.code is None and self._present[life.node] is life
-        return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
+            return life.spans.spans_until(life.gone_at, lost=life.gone_at > life.last)
+        runs = life.code is None and self._newest_lives[life.node] is life
+        return life.spans.spans_until(max(now, life.last) if runs and now is not None else life.last)
 
     def _spent(self, now: float | None) -> list[tuple[str, list[Span]]]:
         """For each agent its node and spans, cut at the run's result."""
@@ -923,15 +935,15 @@ class Story:
         """
         return together(self._spent(now), [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters])
 
-    def present(self, now: float) -> float | None:
+    def now_if_running(self, now: float) -> float | None:
         """`now` if the run still goes on then, as far as its events tell; else None.
 
         The result is the `now` of `spans` and of the other sums.
         """
         alive, age_s = self.alive(), self.last - self.begin
-        seated = [self._present[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
-        tell = bool(seated) and all(life.tells for life in seated)
-        silent_s = WORD_S + WORD_SHARE * age_s if tell else max(SILENT_S, SILENT_SHARE * age_s)
+        seated = [self._newest_lives[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
+        tell = bool(seated) and all(life.is_training for life in seated)
+        silent_s = SILENT_TRAINING_S + SILENT_TRAINING_SHARE * age_s if tell else max(SILENT_S, SILENT_SHARE * age_s)
         return now if self.result is None and alive and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
@@ -947,7 +959,7 @@ class Story:
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
-def ends(lives: Iterable[Life]) -> str:
+def ends(lives: Iterable[AgentLife]) -> str:
     """With which exit codes these agents ended, in words."""
     return ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in lives}))
 

@@ -10,7 +10,17 @@ from typing import Any
 from elasticrt.ipc.wording import counted, listed
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
-from elasticrt.story.sentences import gap_told, happened, made, pace, seconds, slow, state, to_go_on, unsaved
+from elasticrt.story.sentences import (
+    happened,
+    missing_events,
+    pace,
+    seconds,
+    slow,
+    state,
+    steps_made,
+    to_go_on,
+    unsaved,
+)
 
 NODES_SHOWN = 4
 """With more nodes than this, all nodes share one column of the time table."""
@@ -38,8 +48,8 @@ def report(story: Story, now: float | None = None) -> list[str]:
 
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
-    nodes = sorted(story.told_by)
-    gone = sorted(story.told_by.difference(story.alive())) if now is not None else []
+    nodes = sorted(story.nodes_with_events)
+    gone = sorted(story.nodes_with_events.difference(story.alive())) if now is not None else []
     told = f"; {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}{told}"]
     # Without a result, `state` says how to go on.
@@ -49,9 +59,9 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node, how far the run came, its goodput, what changes cost, outages of etcd, gaps in the events."""
-    found = slow(story.slow) if story.slow is not None and now is not None else ""
+    found = slow(story.straggler) if story.straggler is not None and now is not None else ""
     told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now))
-    return [*filter(None, told), *map(gap_told, story.gaps)]
+    return [*filter(None, told), *map(missing_events, story.gaps)]
 
 
 def summary(story: Story) -> list[str]:
@@ -81,17 +91,21 @@ def outages(story: Story, now: float | None = None) -> str:
 
 def paces(story: Story, now: float | None = None) -> str:
     """The number of steps, their speed (see `speed`), and the newest checkpoint."""
-    if not story.counts:
+    if not story.has_step_numbers:
         return "steps are not counted: the script has no Loop"
-    text = ", ".join(filter(None, (counted(made(story), "step"), speed(story, now))))
+    text = ", ".join(filter(None, (counted(steps_made(story), "step"), speed(story, now))))
     # A node without a seat knows only the scalars of an earlier generation, which would stand beside the newest step.
-    if story.scalars and story.chapter is not None and not story.told_by.isdisjoint(story.chapter.nodes):
+    if story.scalars and story.chapter is not None and not story.nodes_with_events.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
-    none = "" if story.elsewhere() or story.untold() else "; no checkpoint"
-    newest = "newest checkpoint" + (" told of" if story.untold() else "")
+    none = "" if story.nodes_without_events() or story.open_gaps() else "; no checkpoint"
+    newest = "newest checkpoint" + (" told of" if story.open_gaps() else "")
     text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else none
     # The script ended inside its loop. A node with a run directory of its own may have saved more.
-    if story.succeeded and 0 < story.checkpoint < story.newest and not (story.elsewhere() or story.untold()):
+    if (
+        story.succeeded
+        and 0 < story.checkpoint < story.newest
+        and not (story.nodes_without_events() or story.open_gaps())
+    ):
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 
@@ -107,14 +121,14 @@ def speed(story: Story, now: float | None = None) -> str:
     # Without the time in which no agent ran: it has no span.
     took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
     # Steps after the last reported one, known only by a commit, lie outside of `took_s`.
-    steps = made(story) - max(0, story.checkpoint - story.newest)
+    steps = steps_made(story) - max(0, story.checkpoint - story.newest)
     return f"{(steps - 1) / took_s:.1f} steps/s" if took_s > 0 and steps > 1 else ""
 
 
 def worth(story: Story, now: float | None = None) -> str:
     """The goodput, and the buckets with most of the other time; "" for a run that has trained nothing."""
     spent = totals(story.spans(now))
-    if TRAIN not in spent and not made(story):
+    if TRAIN not in spent and not steps_made(story):
         return ""
     total_s = sum(spent.values())
     rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
@@ -125,14 +139,14 @@ def worth(story: Story, now: float | None = None) -> str:
 def changes(story: Story) -> str:
     """The number of changes of membership, the longest pause, and the steps that were done again or not saved."""
     lost = sum(chapter.redone or 0 for chapter in story.chapters)
-    told, last = story.told_by, None if story.succeeded else story.chapter
+    told, last = story.nodes_with_events, None if story.succeeded else story.chapter
     # A generation that ended before its first step has lost none, as far as its own nodes have told. The newest one,
     # and one of which no node has told, may have.
     unknown = [each for each in story.chapters if each is last or told.isdisjoint(each.nodes)]
     trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]
-    known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
+    known = steps_made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    open_end = story.succeeded or story.alive() or story.elsewhere() or story.untold()
+    open_end = story.succeeded or story.alive() or story.nodes_without_events() or story.open_gaps()
     if not open_end and story.newest > story.checkpoint:
         again = f"{again if lost else ''}; {counted(story.newest - story.checkpoint, 'step')} not saved"
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
@@ -142,7 +156,7 @@ def changes(story: Story) -> str:
 
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
     """The report for programs, as JSON values."""
-    result = None if story.result is None else vars(story.result)
+    result, stand = None if story.result is None else vars(story.result), story.standstill
     chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
     return {
         "run_id": story.run_id,
@@ -152,8 +166,8 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "begin": story.begin,
         "last": story.last,
         "nodes_alive": list(story.alive()),
-        "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
-        "slow": None if story.slow is None else vars(story.slow),
+        "standing": None if stand is None else {"since": stand.since, **vars(stand.culprit)},
+        "slow": None if story.straggler is None else vars(story.straggler),
         "gaps": [vars(gap) for gap in story.gaps],
         "without_etcd": story.times_without_etcd(now),
         "step": story.newest,
@@ -165,7 +179,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "seconds": totals(story.spans(now)),
         "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},
         "generations": chapters,
-        "failures": [vars(trouble) for trouble in story.troubles],
+        "failures": [vars(failure) for failure in story.failures],
     }
 
 
@@ -222,8 +236,8 @@ def longest(chapter: Chapter) -> str:
 def failure_lines(story: Story) -> list[str]:
     """The failures by node, the node with most failures first."""
     by_node: dict[str, list[str]] = {}
-    for trouble in story.troubles:
-        by_node.setdefault(trouble.node, []).append(trouble.what)
+    for failure in story.failures:
+        by_node.setdefault(failure.node, []).append(failure.what)
     lines = ["failures by node"] if by_node else []
     for node, what in sorted(by_node.items(), key=lambda item: -len(item[1])):
         kinds = list(dict.fromkeys(what))

@@ -17,7 +17,7 @@ from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.fold import Story
 
-# How often `looks` reads new events.
+# How often `follow` reads new events.
 LOOK_EVERY_S = 0.2
 END_BYTES = 4096
 """The last line of an agent that has ended is shorter than this."""
@@ -71,15 +71,15 @@ def _unreadable(what: str, path: Path, error: OSError) -> ConfigError:
 
 def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
-    telling = _Telling(directory)
+    fold = _DirectoryFold(directory)
     try:
-        for _ in chain(telling.news(), telling.anew()):
+        for _ in chain(fold.fold_new(), fold.fold_anew()):
             pass
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
-    if not telling.story.lives:
+    if not fold.story.lives:
         raise says_nothing(directory)
-    return telling.story
+    return fold.story
 
 
 def says_nothing(directory: Path) -> ConfigError:
@@ -89,7 +89,7 @@ def says_nothing(directory: Path) -> ConfigError:
     return ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
 
 
-def looks(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
+def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
     """Follow a run's directory. Yields the story, the lines of new events by time, and whether this is the last look.
 
     If wall clocks turn out to disagree, a new story is folded from all events, with corrected times.
@@ -98,18 +98,18 @@ def looks(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Stor
         directory: the run's directory.
         over: whether the run is over, by its story.
     """
-    telling, first, last = _Telling(directory), True, False
+    fold, first, last = _DirectoryFold(directory), True, False
     while not last:
-        news, again = list(telling.news()), list(telling.anew())
-        last = over(telling.story)
+        news, again = list(fold.fold_new()), list(fold.fold_anew())
+        last = over(fold.story)
         # Corrected times can change the order of lines. At the first look nobody has seen the lines yet.
-        yield telling.story, again if first and again else news, last
+        yield fold.story, again if first and again else news, last
         first = False
         if not last:
             time.sleep(LOOK_EVERY_S)
 
 
-class _Telling:
+class _DirectoryFold:
     """Folds the files of a run's directory into `story`."""
 
     def __init__(self, directory: Path) -> None:
@@ -120,25 +120,25 @@ class _Telling:
         self._dead: list[str] = []
         self._counts: Counter[Path] = Counter()  # How many events of each file are in the story.
 
-    def news(self) -> Iterator[str]:
+    def fold_new(self) -> Iterator[str]:
         """Fold new events into the story, and yield their lines by time."""
-        yield from self._told()
+        yield from self._fold_new()
         self._dead = dead_here(self.story)
         if self._dead:
             # Once more: what the agents wrote between the first reading and their end.
-            yield from self._told()
-        self._end()
+            yield from self._fold_new()
+        self._note_ends()
 
-    def anew(self) -> Iterator[str]:
+    def fold_anew(self) -> Iterator[str]:
         """If wall clocks turn out to disagree, fold all events so far anew, and yield their lines by time."""
         behind = self.story.clocks.disagree()
         if behind is not None:
             self.story = Story(Clocks(behind))
             # Only the events that were told before. Newer ones come with the next `news`.
             yield from self._merged(lambda path: islice(lines(path, {}, whole=True), self._counts[path]))
-            self._end()
+            self._note_ends()
 
-    def _told(self) -> Iterator[str]:
+    def _fold_new(self) -> Iterator[str]:
         def new(path: Path) -> Iterator[tuple[str, Record]]:
             for each in lines(path, self._offsets, whole=True):
                 self._counts[path] += 1
@@ -151,13 +151,13 @@ class _Telling:
             return ((self.story.clocks.when(record), line, record) for line, record in found(path))
 
         for _, line, record in heapq.merge(*map(timed, files(self._directory)), key=lambda each: each[0]):
-            self.story.tell(record)
+            self.story.fold(record)
             yield line
 
-    def _end(self) -> None:
+    def _note_ends(self) -> None:
         self.story.run_id = self.story.run_id or self._directory.name
         for node in set(self._dead).intersection(self.story.alive()):
-            self.story.killed(node)
+            self.story.note_killed(node)
 
 
 def dead_here(story: Story) -> list[str]:

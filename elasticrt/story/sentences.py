@@ -90,11 +90,11 @@ def saved_again(event: events.Committed) -> str:
 
 def etcd_away(story: Story, now: float) -> str:
     """`etcd has not answered for 12 s: nothing is committed or agreed`; "" if etcd answers."""
-    since = story.away_since()
+    since = story.etcd_away_since()
     return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
 
 
-def gap_told(gap: Gap) -> str:
+def missing_events(gap: Gap) -> str:
     """`events of node-0 from 12:00:01 to 12:00:06 UTC are missing (12): No space left on device`."""
     begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (gap.begin, gap.end or gap.begin))
     when = f"from {begin:%H:%M:%S} UTC on" if gap.end is None else f"from {begin:%H:%M:%S} to {end:%H:%M:%S} UTC"
@@ -106,16 +106,16 @@ def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
     if story.chapter is not None and story.waits_since is not None:
         return "saves its state" if story.chapter.saves else "waits for nodes"
-    return "trains" if story.stand is None else "stands still"
+    return "trains" if story.standstill is None else "stands still"
 
 
 def trouble(story: Story, now: float) -> str:
     """What keeps a running run from its pace or from saving, at `now`; "" if nothing is known."""
-    found = story.standing(now) or (slow(story.slow) if story.slow is not None else "")
+    found = story.standstill_sentence(now) or (slow(story.straggler) if story.straggler is not None else "")
     return found or (unsaved(story.unsaved) if story.unsaved is not None else "")
 
 
-def made(story: Story) -> int:
+def steps_made(story: Story) -> int:
     """How many steps the run has advanced from its first resume point.
 
     After a failure the run may have gone back behind some of them.
@@ -130,7 +130,7 @@ def made(story: Story) -> int:
 
 
 def state(story: Story, now: float | None = None) -> str:
-    """How the run ended, or its state now. `now` is what `Story.present` returns."""
+    """How the run ended, or its state now. `now` is what `Story.now_if_running` returns."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if now is not None:
@@ -138,16 +138,16 @@ def state(story: Story, now: float | None = None) -> str:
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
-    if others := story.elsewhere():
+    if others := story.nodes_without_events():
         return f"no agent of this directory is left ({ends(story.lives)}); what {listed(others)} did is not told here"
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
     # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
     # order, and only its last checkpoint failed.
-    unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
+    unsaved = first is not None and first.code == EXIT_CHECKPOINT and steps_made(story) > 0
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
-    last_ones = [newest[life.node] for life in story.seats(story.chapter)] if story.chapter is not None else []
-    if untold := story.untold():
+    last_ones = [newest[life.node] for life in story.lives_in(story.chapter)] if story.chapter is not None else []
+    if untold := story.open_gaps():
         why = f"{listed([gap.node for gap in untold])} could not write that down: {untold[0].reason}"
         return f"how it ended is not known, as {why}; {to_go_on(story)}"
     left = {
@@ -166,7 +166,7 @@ def to_go_on(story: Story) -> str:
     """
     if story.succeeded or (story.result is not None and story.result.code == EXIT_CHECKPOINT):
         return ""
-    least = "at least " if story.untold() else ""
+    least = "at least " if story.open_gaps() else ""
     return how_to_go_on(story.run_id, f"{least}step {story.checkpoint:,} is saved" if story.checkpoint else "")
 
 
@@ -180,9 +180,9 @@ def _state_now(story: Story, now: float) -> str:
         return f"waiting for nodes {since}: {here} of at least {needed} here"
     here = len(story.alive())
     # Before the first generation, or after all nodes of the last one have ended.
-    if not story.seated():
+    if not story.seated_lives():
         return f"waiting for nodes: {here} of at least {story.min_nodes} here" if here < story.min_nodes else "starting"
-    return story.standing(now) or "running"
+    return story.standstill_sentence(now) or "running"
 
 
 def ending(result: events.Result) -> str:
@@ -202,14 +202,14 @@ class Happened(NamedTuple):
 def happened(story: Story, now: float | None = None) -> list[Happened]:
     """What happened in a run, in the order of time. `now` is the present, for a run that goes on."""
     found: list[Happened] = []
-    for each in story.troubles:
+    for each in story.failures:
         # A hang with a known node is a standstill, and told as that below.
         if not (each.hang and each.node):
             found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
-    found += [Happened(stand.since, "bad", stand.told(until)) for stand, until in story.stood_still(now)]
-    found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.slows]
+    found += [Happened(stand.since, "bad", stand.sentence(until)) for stand, until in story.explained_standstills(now)]
+    found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.straggler_findings]
     found += _missed(story)
-    found += [Happened(gap.begin, "bad", gap_told(gap)) for gap in story.gaps]
+    found += [Happened(gap.begin, "bad", missing_events(gap)) for gap in story.gaps]
     for begin, end, how in story.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
     for begin, end in story.times_without_etcd(story.last if now is None else now):
@@ -227,7 +227,7 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
 
 def _missed(story: Story) -> Iterator[Happened]:
     """The checkpoints that could not be saved. Consecutive ones with the same reason share one sentence."""
-    for _, group in groupby(story.missed, lambda each: _kind(each[1])):
+    for _, group in groupby(story.save_outcomes, lambda each: _kind(each[1])):
         (at, first), *more = group
         if isinstance(first, events.Committed):
             yield Happened(at, "good", saved_again(first))
@@ -243,7 +243,7 @@ def pace(story: Story, now: float) -> str:
     """`12.3 steps/s`, lately, or `no step for 9 s`; "" if not known, or if the line has another sentence about it."""
     still_s = now - story.last_step_at
     usual_s = 1 / story.speed if story.speed else 0.0
-    if story.stand is not None or story.first_step_at is None or story.untold():
+    if story.standstill is not None or story.first_step_at is None or story.open_gaps():
         return ""
     if still_s > max(STILL_S, STILL_STEPS * usual_s, STILL_SHARE * (now - story.begin)):
         return f"no step for {lasted(still_s)}"
@@ -264,15 +264,15 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
         least, most = story.min_nodes, story.max_nodes
         room = f" ({least} to {most})" if least != most else ""
         parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
-    if story.stand is not None:
-        parts.append(story.standing(now))
+    if story.standstill is not None:
+        parts.append(story.standstill_sentence(now))
     elif step:
         parts += filter(None, (f"step {step:,}", pace(story, now), f"epoch {story.epoch}"))
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
     if goodput is not None:
-        whole = chapter is None or story.told_by.issuperset(chapter.nodes)
+        whole = chapter is None or story.nodes_with_events.issuperset(chapter.nodes)
         parts.append(f"goodput {goodput:.0%}" + ("" if whole else " here"))
     return "  ".join(parts)
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop, Side
+from elasticrt.agent.event_loop import EventLoop, WorkerSide
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
@@ -48,8 +48,8 @@ class Turn:
     listen: socket.socket | None
 
 
-class Participant(Side):
-    """Takes part in a run, from `open` to `close`. It is the `Side` of its own event loop.
+class Participant(WorkerSide):
+    """Takes part in a run, from `open` to `close`. It is the `WorkerSide` of its own event loop.
 
     One thread may call the public methods: that of torchrun's agent.
 
@@ -197,17 +197,17 @@ class Participant(Side):
         self._say_goodbye(left=True)
         self._session.close(timeout_s=CLOSE_S)
 
-    # The methods of `Side`, called by the event loop.
+    # The methods of `WorkerSide`, called by the event loop.
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`."""
+        """See `WorkerSide`."""
         del now
         if me.record.port == self._ports.port:
             return me
         return replace(me, record=me.record.model_copy(update={"port": self._ports.port}))
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         number = generation.number
         listen = self._ports.take(generation.master_port, shared=True) if seat.index == 0 else None
         # torchrun's store keeps the socket, so the next generation needs another one.
@@ -221,8 +221,8 @@ class Participant(Side):
             self._turn, self._is_left_out = Turn(generation, seat, listen), False
             self._changed.notify_all()
 
-    def left_out(self, reason: str) -> bool:
-        """See `Side`. Returns False: torchrun's agent still has workers.
+    def end_before_rejoin(self, reason: str) -> bool:
+        """See `WorkerSide`. False: torchrun's agent still has workers.
 
         `_note_workers_ended` is called when they have ended.
         """
@@ -233,7 +233,7 @@ class Participant(Side):
         return False
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """See `Side`. The report claims step 0, because the steps of torchrun's workers are not known here.
+        """See `WorkerSide`. The report claims step 0, because the steps of torchrun's workers are not known here.
 
         The leader then replaces the generation at once.
         """
@@ -246,12 +246,12 @@ class Participant(Side):
                 self._update(hold_revision=0, leave_after_step=0, report=None)
 
     def drain(self, reason: str) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         del reason
         self.member.drain()
 
     def handle(self, event: Any) -> None:
-        """See `Side`. Events here are calls, put by the thread of torchrun's agent.
+        """See `WorkerSide`. Events here are calls, put by the thread of its agent.
 
         They call `_set_running_generation`, `_note_workers_ended` or `_leave_run`.
         """

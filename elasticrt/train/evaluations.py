@@ -76,7 +76,7 @@ class Evaluations:
         Args:
             call: makes the evaluation.
         """
-        self._begun.append(Evaluation(call, rng_state.note()))
+        self._begun.append(Evaluation(call, rng_state.capture_raw()))
         if len(self._begun) == self.awaited:
             self.awaited = 0
         self.inside = len(self._begun)

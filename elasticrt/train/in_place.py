@@ -33,7 +33,7 @@ from elasticrt.ipc import proc
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.failure import LET_GO_NEVER, is_collateral, is_of_a_collective
-from elasticrt.ipc.messages import Left
+from elasticrt.ipc.messages import LeftGeneration
 from elasticrt.ipc.status_page import IN_PLACE, READY
 from elasticrt.train.batches import AnySampler, samplers_of
 from elasticrt.train.not_given import not_given
@@ -73,7 +73,7 @@ class InPlace:
         renews: Callable[[], bool],
     ) -> None:
         self._given = list(objects)
-        self._layers = [(each, regroup.exchanged(each)) for each in ddp_layers(self._given)]
+        self._layers = [(each, regroup.exchanged_parameters(each)) for each in ddp_layers(self._given)]
         self._give_up = give_up
         self._undoable = undoable
         self._renews = renews
@@ -87,7 +87,7 @@ class InPlace:
         # The hook that ends a step which would be thrown away; None while no seat waits.
         self._refusal: RemovableHandle | None = None
         self.possible = False
-        self.spare: state_transfer.Spare | None = None
+        self.spare: state_transfer.SpareTensors | None = None
 
     @property
     def worker(self) -> WorkerEnv:
@@ -102,7 +102,7 @@ class InPlace:
     @property
     def overtaken(self) -> bool:
         """Whether a newer seat has come than the one that was taken."""
-        return self._agent.overtaken
+        return self._agent.is_overtaken
 
     def begin(self, loader: object, sampler: AnySampler) -> None:
         """Go on in place from now on, if the script allows it. Called when the block of a step begins.
@@ -112,7 +112,7 @@ class InPlace:
             sampler: the sampler of the Loop.
         """
         # Only the first step comes further, as looking for obstacles searches all objects of the process.
-        if not self._agent.linked or self.possible or self._hindered:
+        if not self._agent.has_agent or self.possible or self._hindered:
             return
         obstacle = self._obstacle(loader, sampler)
         if obstacle:
@@ -151,7 +151,9 @@ class InPlace:
         if regroup.has_subgroups() and not self._renews():
             return "the script has made a process group of its own, and not in loop.on_change"
         missing = not_given(self._given, [layer for layer, _ in self._layers])
-        return missing or next((text for layer in self._layers if (text := regroup.obstacle(*layer, self._given))), "")
+        return missing or next(
+            (text for layer in self._layers if (text := regroup.rebuild_obstacle(*layer, self._given))), ""
+        )
 
     def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
         """Whether `error` only says that this generation has lost a rank. If so, report the loss to the agent.
@@ -166,7 +168,7 @@ class InPlace:
         # If another seat has come, the agents know of the loss already.
         if not self.overtaken:
             name, text, *_ = described(error)
-            self._agent.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
+            self._agent.send(LeftGeneration(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
     def is_of_peer(self, error: BaseException) -> bool:
@@ -253,7 +255,7 @@ class InPlace:
     def _follow(self) -> None:
         """Be ready for new seats from now on. This thread makes the steps, and has to leave its group for a seat."""
         self._thread = threading.get_ident()
-        self._agent.follow(self._cut)
+        self._agent.call_on_seat(self._cut)
         self.possible = True
 
     def _cut(self) -> None:
@@ -321,7 +323,7 @@ class InPlace:
         # An optimizer makes its state in its first step, so a newcomer has no tensors yet to receive that state into.
         if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
             modules = [each for each in large.values() if isinstance(each, torch.nn.Module)]
-            self.spare = state_transfer.Spare(
+            self.spare = state_transfer.SpareTensors(
                 [each for module in modules for each in module.parameters() if each.requires_grad]
             )
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
@@ -330,7 +332,7 @@ class InPlace:
         self._page.beats = self._page.beat_at_ns = self._page.first_beat_at_ns = 0
         self._follow()
         self._page.in_place = READY
-        self._agent.say(Left(0))
+        self._agent.send(LeftGeneration(0))
 
     def meet(self, step: int) -> regroup.Meeting | None:
         """Leave the old group, and meet the other ranks in the generation of the seat that was taken.

@@ -281,14 +281,14 @@ class Loop:
         self._saving.begin()
         self._undo.watch(self._before_optimizer)
         self._tracker.stage = "running"
-        self._guard.raise_()
+        self._guard.install()
         _running.append(self)
 
     def _leave(self, *, well: bool) -> None:
         """Clean up, because the loop is over. With `well` it has ended in order, otherwise by an exception."""
         self._world.in_place.end()
         self._undo.unwatch()
-        self._guard.lower(obeys=well)
+        self._guard.remove(obeys=well)
         self._weighting.detach()
         self._page.stepping = 0
         self._state.ledger.close()
@@ -828,7 +828,7 @@ class Loop:
         if not (self._tracker.untrained and self._undo.sees):
             self._saving.between_steps()
         self._guard.obey(self._world.hand_over)
-        regroup.tidy()
+        regroup.release_retired()
         total = self._saving.run.total
         # A rank was lost, and this one was in no collective to notice that.
         if self._world.in_place.has_seat:
@@ -853,7 +853,7 @@ class Loop:
         if in_place.possible:
             # Once the agent knows that this process has stopped, its group may be cut at any time.
             in_place.settle()
-            handover.staying(total)()
+            handover.make_stop_report(total)()
             self._world.go_on()
             return
         if in_place.worker.local_rank == 0:

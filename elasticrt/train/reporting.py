@@ -95,7 +95,7 @@ class Reporter:
         # Written last, because it announces that the next step has begun.
         self._page.entered = step + 1
         self._untold = (step, epoch, now_ns)
-        if not self._link.linked or now_ns < self._next_ns:
+        if not self._link.has_agent or now_ns < self._next_ns:
             return
         self._next_ns = now_ns + _REPORT_NS
         if now_ns >= self._waits_at_ns:
@@ -107,13 +107,13 @@ class Reporter:
 
     def end(self) -> None:
         """Report the last step in a message, with the script's present numbers, because no step follows."""
-        if self._link.linked and self._untold is not None:
+        if self._link.has_agent and self._untold is not None:
             self._read_scalars(time.monotonic_ns())
             self._tell(*self._untold)
 
     def _tell(self, step: int, epoch: int, at_ns: int) -> None:
         """Report a step in a message. If the socket has no room, the report of a later step takes its place."""
-        if self._link.post(Step(step, epoch, at_ns, self._resumed_from, self._first, dict(self._scalars))):
+        if self._link.try_send(Step(step, epoch, at_ns, self._resumed_from, self._first, dict(self._scalars))):
             self._first, self._untold = False, None
 
     def _read_scalars(self, now_ns: int) -> None:

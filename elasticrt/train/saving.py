@@ -96,7 +96,7 @@ class Saving:
     def between_steps(self) -> None:
         """Save to disk what is due, and copy to memory what is due. Called between two steps."""
         now, position = time.monotonic(), self._state.position
-        copy = self.memory_tier.due(now, self.run.total)
+        copy = self.memory_tier.is_due(now, self.run.total)
         save = self.is_first and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
         if save or copy:
             snapshots = self.checkpointer.snapshots

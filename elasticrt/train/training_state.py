@@ -160,11 +160,11 @@ class TrainingState:
             "habits": [habits.communicates_late, sorted(habits.early_parameters), sorted(habits.early_objects)],
             **more,
         }
-        return {**stateful.collect(self.objects), stateful.OURS: ours}
+        return {**stateful.collect(self.objects), stateful.LOOP_KEY: ours}
 
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a result of `collect` that was saved. Raises CheckpointError when it does not fit."""
-        ours = data.get(stateful.OURS)
+        ours = data.get(stateful.LOOP_KEY)
         if not isinstance(ours, dict) or not set(ours) >= _OURS:
             got, remedy = sorted(map(str, data)), "Use another directory"
             raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
@@ -178,7 +178,7 @@ class TrainingState:
 
     def take_over(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a result of `collect` on another rank. Raises MisfitError when it does not fit."""
-        ours = data[stateful.OURS]
+        ours = data[stateful.LOOP_KEY]
         try:
             self._put_back(data, "another rank's state", shared=False)
             validation.check_same_sampler(self.settings(), ours["settings"])
@@ -203,7 +203,7 @@ class TrainingState:
             where: the name of `data` in errors.
             shared: whether the tensors of `data` lie in memory that all ranks of this machine share, and are copied.
         """
-        ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
+        ours = plain_copy(data[stateful.LOOP_KEY], where) if shared else data[stateful.LOOP_KEY]
         if (ours["sampler"] is None) != (self.sampler is None):
             had = "without" if ours["sampler"] is None else "with"
             raise CheckpointError("the sampler changed", where, got=f"a state {had} a sampler")

@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.checkpoint.state_copy import Note
+from elasticrt.checkpoint.state_copy import WatchedState
 from elasticrt.distributed import collectives
 from elasticrt.errors import ConfigError
 from elasticrt.train.module_notes import ModuleNotes
@@ -47,7 +47,7 @@ class _Beginning(NamedTuple):
         numbers: the states of the random number generators; None where they follow from a seed.
         vars: the objects in `loop.vars`, and copies of them.
         scales: for each GradScaler its scale and growth tracker.
-        objects: the states of the script's other objects by name: copies, or Notes.
+        objects: the states of the script's other objects by name: copies, or WatchedStates.
         gradients: each parameter with a copy of its gradient, where gradients of earlier steps count; else None.
     """
 
@@ -121,7 +121,7 @@ class Undo:
         # The optimizers that have stepped in the present step, by id.
         self._moved: set[int] = set()
         self.touched = False
-        self.outside: Note | None = None
+        self.outside: WatchedState | None = None
 
     @property
     def sees(self) -> bool:
@@ -191,8 +191,8 @@ class Undo:
         """
         habits, objects = self._training.habits, self._beginning.objects
         new = self._modules.changed() - habits.early_parameters
-        # A Note has lost its state if one of the large tensors in it, which it does not copy, has changed.
-        large = {name for name, noted in objects.items() if isinstance(noted, Note) and noted.state is None}
+        # A WatchedState has lost its state if one of the large tensors in it, which it does not copy, has changed.
+        large = {name for name, noted in objects.items() if isinstance(noted, WatchedState) and noted.state is None}
         self._unknown = self._unknown or bool(new or large)
         if not self._beginning.evaluates:
             habits.early_parameters |= new
@@ -224,15 +224,15 @@ class Undo:
         few = self._noted_steps <= CLOSELY or self._noted_steps.bit_count() == 1
         self._modules.note(habits.early_parameters, closely=evaluates or few, taken_back=few and not evaluates)
         objects = {
-            name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else Note(each.state_dict())
+            name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else WatchedState(each.state_dict())
             for name, each in self._noted.items()
         }
         self._beginning = _Beginning(
             evaluates=evaluates,
-            numbers=None if self._seeded else rng_state.note(),
+            numbers=None if self._seeded else rng_state.capture_raw(),
             vars=(dict(named), {name: clone(each) for name, each in named.items()}),
             scales=tuple(tuple(map(clone, (each._scale, each._growth_tracker))) for each in self._scalers),
-            objects={**objects, stateful.OURS: self._rates()},
+            objects={**objects, stateful.LOOP_KEY: self._rates()},
             gradients=self._gradients() if training.accumulates else None,
         )
 
@@ -259,7 +259,8 @@ class Undo:
         # modes.
         self._modules.put_back()
         states = {
-            name: noted.state if isinstance(noted, Note) else noted for name, noted in self._beginning.objects.items()
+            name: noted.state if isinstance(noted, WatchedState) else noted
+            for name, noted in self._beginning.objects.items()
         }
         self._load({name: state for name, state in states.items() if state is not None})
         self.put_back_gradients()
@@ -302,7 +303,7 @@ class Undo:
             known: whether a restart at this position begins with that code. If the script has left the batches early, a
                 restart would go on with the next batch instead. Then no state is noted, and none is handed over.
         """
-        self.outside = Note(self._training.collect() if known else None)
+        self.outside = WatchedState(self._training.collect() if known else None)
 
     def state_of_position(self) -> dict[str, Any] | None:
         """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known.
@@ -323,10 +324,11 @@ class Undo:
         """
         objects = self._training.objects.items()
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
-        states = {**stateful.collect(noted), stateful.OURS: self._rates()}
+        states = {**stateful.collect(noted), stateful.LOOP_KEY: self._rates()}
         named = dict(self._training.vars)
-        # Copied in full, and not by a Note: this is done once for each change, and the script may change anything.
-        self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_state.note() if whole else None
+        # Copied in full, not by a WatchedState: this is done once for each change, and the script may change anything.
+        numbers = rng_state.capture_raw() if whole else None
+        self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), numbers
 
     def forget_between(self, *, again: bool = False) -> None:
         """Undo what the script has changed since `note_between`. Does nothing if that was not called.
@@ -351,11 +353,11 @@ class Undo:
         return [group for each in self._optimizers for group in each.param_groups]
 
     def _load(self, states: dict[str, Any]) -> None:
-        """Put back the states of objects by name, and a result of `_rates` under the name OURS."""
-        objects = {name: self._training.objects[name] for name in states if name != stateful.OURS}
+        """Put back the states of objects by name, and a result of `_rates` under LOOP_KEY."""
+        objects = {name: self._training.objects[name] for name in states if name != stateful.LOOP_KEY}
         stateful.put_back(objects, states, "the beginning of the step")
         # Not strict: a parameter group that the script has added since has no values here.
-        for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
+        for group, values in zip(self._groups(), states.get(stateful.LOOP_KEY, ()), strict=False):
             group.update(values)
 
 

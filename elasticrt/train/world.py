@@ -157,7 +157,7 @@ class World:
         while not arrived:
             if not self.in_place.wait_for_seat():
                 self._reporter.end()
-                raise handover.departure(self._state.position.steps)
+                raise handover.handover_exception(self._state.position.steps)
             meeting = self.in_place.meet(self._state.position.steps)
             if meeting is None:
                 continue
@@ -166,7 +166,7 @@ class World:
                 # There are too few nodes for a step. The ranks have shared the state all the same, so that rank 0 can
                 # save it.
                 if self.in_place.worker.waits:
-                    self._saving.while_waiting(handover.staying(self._saving.run.total))
+                    self._saving.while_waiting(handover.make_stop_report(self._saving.run.total))
                     continue
                 # After `_arrive`, which forgets the evaluations of a rank that has taken over another one's state.
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
@@ -211,7 +211,7 @@ class World:
         """
         if self.evaluations.awaited:
             self._undo.note_between(whole=False)
-            self._numbers = rng_state.note()
+            self._numbers = rng_state.capture_raw()
             # If there are none, the rank that gave its state had not come to these evaluations either.
             if self._earlier:
                 self._state.numbers.go_back(self._earlier)
@@ -287,7 +287,7 @@ class World:
             numbers: the numbers of these evaluations.
         """
         # This may run inside of a later evaluation of the script, whose own try follows.
-        at, before = self.evaluations.at, rng_state.note()
+        at, before = self.evaluations.at, rng_state.capture_raw()
         for number in numbers:
             self._evaluated(number, "an evaluation that others make again")
             self._undo.put_back()
@@ -372,7 +372,7 @@ class World:
         # -1 means that this rank has the state of no step, and needs another rank's.
         steps = state.position.steps if state.whole else -1
         spare, self.in_place.spare = self.in_place.spare, None
-        taken = state_transfer.share(steps, meeting, self._to_others, self._overwritten, spare)
+        taken = state_transfer.transfer_state(steps, meeting, self._to_others, self._overwritten, spare)
         # The ledger's files belong to one generation each.
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
@@ -380,9 +380,9 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
-            self._earlier = taken[stateful.OURS]["earlier"]
+            self._earlier = taken[stateful.LOOP_KEY]["earlier"]
             self.evaluations.forget()
-            self._saving.run.total = taken[stateful.OURS]["total"]
+            self._saving.run.total = taken[stateful.LOOP_KEY]["total"]
         state.whole = True
         self._undo.touched = self._undo.stepped = False
         self.moves += 1
@@ -410,7 +410,7 @@ class World:
         # `numbers_before` is a note, which cannot be sent. Only `capture` makes plain values, and only of the present
         # states of the generators.
         if before is not None:
-            now = rng_state.note()
+            now = rng_state.capture_raw()
             rng_state.restore(before)
             earlier = rng_state.capture()
             rng_state.restore(now)

@@ -235,7 +235,7 @@ def lost_peer(*, rank: int, node: str, message: str) -> Failure:
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
-def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
+def stopped_failure(ranks: Sequence[int], *, node: str, where: str) -> Failure:
     """The failure of workers that a signal has stopped.
 
     Args:
@@ -249,7 +249,7 @@ def stopped(ranks: Sequence[int], *, node: str, where: str) -> Failure:
     return Failure(rank=min(ranks, default=0), code=-signal.SIGSTOP, collateral=False, summary=said, text=text)
 
 
-def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
+def stalled_failure(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
     """The failure of workers that make no step. The agent kills them.
 
     Args:
@@ -271,7 +271,7 @@ def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Se
     )
 
 
-def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
+def failure_of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
     """The failure that a node reports for all its workers: the first cause in full, and a line for each other failure.
 
     Args:

@@ -40,7 +40,7 @@ class ParentLost:
 ParentEvent = FromParent | ParentLost
 
 
-def note(event: Warm, event_log: EventLog) -> None:
+def write_parent_warm(event: Warm, event_log: EventLog) -> None:
     """Log, and write to `event_log`, that the worker parent is warm, and how it starts workers."""
     event_log.write(events.ParentWarm(**asdict(event)))
     why = f": {event.reason}" if event.reason else ""
@@ -167,7 +167,7 @@ class WorkerParent:
         return ParentLost(f"the worker parent (pid {self.pid}) ended: {ended}; {reason}")
 
 
-def keeps_dying(node: str, reason: str) -> ConfigError:
+def parents_keep_dying(node: str, reason: str) -> ConfigError:
     """The error to raise when worker parents on `node` have died too often, the last one for this `reason`."""
     what, expected = "the process that starts workers keeps dying", "that it can import torch and --preload's modules"
     remedy = "Try --start-method spawn, and run `python -c 'import torch'` by hand"

@@ -17,7 +17,7 @@ from pathlib import Path
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.messages import Look, Release, Reseat, Signal, Start
+from elasticrt.ipc.messages import Release, Reseat, ShowStack, Signal, Start
 from elasticrt.ipc.proc import is_dying
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
@@ -48,10 +48,10 @@ class WorkerGroup:
         self._starts = 0
         self._io = WorkerIO(sink)
 
-    def use(self, parent: WorkerParent) -> None:
+    def set_parent(self, parent: WorkerParent) -> None:
         """Start workers with this `parent` from now on. Call it before the first start, and after a parent was lost."""
         self._parent = parent
-        self._io.follow(parent)
+        self._io.watch_parent(parent)
 
     def start(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
         self,
@@ -107,7 +107,7 @@ class WorkerGroup:
             except ChannelClosed as error:
                 # `ParentLost` may have been handled before these workers were added, and then it has not reported their
                 # ends.
-                self._io.lose(workers, f"the worker parent is gone: {error}")
+                self._io.report_lost(workers, f"the worker parent is gone: {error}")
 
     @property
     def seating(self) -> contextlib.AbstractContextManager[object]:
@@ -138,7 +138,7 @@ class WorkerGroup:
                 page = worker.page
                 page.stop = page.go = page.save = 0
             self._io.seat(worker)
-            worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
+            worker.send(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
             return True
         finally:
             if listen is not None:
@@ -157,15 +157,15 @@ class WorkerGroup:
         """Send the signal `number`, which ends no process, to workers of `generation`: to all, or to `local_ranks`."""
         self._signal(generation, number, local_ranks, stops=False)
 
-    def look(self, generation: int) -> None:
+    def ask_for_stacks(self, generation: int) -> None:
         """Ask the workers of `generation` to write their stacks and their collectives on their status pages."""
         for worker in self._of(generation):
-            worker.tell(Look())
+            worker.send(ShowStack())
 
     def release(self, generation: int) -> None:
         """Let workers of `generation` end that linger, because they hold the store or wait for another seat."""
         for worker in self._of(generation):
-            worker.tell(Release())
+            worker.send(Release())
 
     def page(self, local_rank: int, generation: int) -> StatusPage:
         """The status page of the worker with `local_rank` in `generation`. Raises KeyError without such a worker."""

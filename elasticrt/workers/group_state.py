@@ -9,7 +9,7 @@ from typing import Any
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.records import Generation, Report, Seat
-from elasticrt.workers.failures import of_node
+from elasticrt.workers.failures import failure_of_node
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class GroupState:
         ranks: the global ranks by local rank.
         pids: the process ids by global rank, of workers that have started.
         seated_ns: when workers that went on in place got their seats (CLOCK_MONOTONIC); 0 for new workers.
-        well: the global ranks that have ended with code 0.
+        ended_well: the global ranks that have ended with code 0.
         failures: the failures of the other workers, in the order of time.
         failed_at: when the first worker failed, in seconds of the monotonic clock; None while none has, and once the
             generation has been replaced.
@@ -33,7 +33,7 @@ class GroupState:
         holding: the create revision of the handover for which the workers hold; 0 for none.
         entered: the furthest step that a worker had entered when the workers were told to hold.
         going: the step after which the workers leave; 0 while it is not agreed.
-        handed: the local ranks that have left after that step.
+        handed_over: the local ranks that have left after that step.
     """
 
     number: int = 0
@@ -44,14 +44,14 @@ class GroupState:
     ranks: Mapping[int, int] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
     seated_ns: int = 0
-    well: tuple[int, ...] = ()
+    ended_well: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     failed_at: float | None = None
     unmet: int = 0
     holding: int = 0
     entered: int = 0
     going: int = 0
-    handed: frozenset[int] = frozenset()
+    handed_over: frozenset[int] = frozenset()
 
     def started(self, generation: Generation, seat: Seat) -> GroupState:
         """Return the state after new workers of `generation` were started for all places of a `seat`."""
@@ -103,15 +103,15 @@ class GroupState:
         # A failure comes before all other findings: the node's other workers are killed, so their exit codes say
         # nothing.
         if self.failures:
-            ended = [f"rank {rank} on {seat.node}" for rank in self.well]
-            failure = of_node(self.failures, ended, unmet=self.unmet)
+            ended = [f"rank {rank} on {seat.node}" for rank in self.ended_well]
+            failure = failure_of_node(self.failures, ended, unmet=self.unmet)
             return Report(**where, status="failed", failure=failure, memory=kept, **living)
-        if len(self.handed) == seat.workers:
+        if len(self.handed_over) == seat.workers:
             return Report(**where, status="held", handover=self.holding, memory=kept)
-        if self.well:
-            if len(self.well) < seat.workers:
-                return Report(**where, status="finishing", well=self.well[0])
-            return Report(**where, status="ok", memory=kept, well=self.well[0])
+        if self.ended_well:
+            if len(self.ended_well) < seat.workers:
+                return Report(**where, status="finishing", well=self.ended_well[0])
+            return Report(**where, status="ok", memory=kept, well=self.ended_well[0])
         if self.holding:
             return Report(**where, status="holding", handover=self.holding, entered=self.entered)
         return None

@@ -21,7 +21,7 @@ from elasticrt.ipc.cgroups import memory_groups
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Reply, Started, Warm
+from elasticrt.ipc.messages import Copied, Exited, FromWorker, Message, Release, Reply, ScriptDone, Started, Warm
 from elasticrt.ipc.proc import gpus, stat, text_of
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
@@ -55,7 +55,7 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True)
-class WorkerSaid:
+class WorkerMessage:
     """A worker has sent a message.
 
     Attributes:
@@ -99,7 +99,7 @@ class GroupEnded:
     generation: int
 
 
-GroupEvent = Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
+GroupEvent = Warm | ParentLost | WorkerStarted | WorkerMessage | WorkerEnded | GroupEnded
 
 
 def oom_kills(root: Path = Path("/")) -> int:
@@ -155,7 +155,7 @@ class WorkerState:
     read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send the worker a message with the descriptors `fds`, from any thread.
 
         Does nothing if the worker has ended: an event tells of that.
@@ -184,7 +184,7 @@ class WorkerIO:
         self.seating = threading.RLock()
         self._thread = SelectorThread("elasticrt-group", self._end)
 
-    def follow(self, parent: WorkerParent) -> None:
+    def watch_parent(self, parent: WorkerParent) -> None:
         """Read messages of this worker parent from now on."""
         self._thread.call(partial(self._thread.watch, parent, READ, partial(self._read_parent, parent)))
 
@@ -212,9 +212,9 @@ class WorkerIO:
 
         self._thread.call(seat)
 
-    def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
+    def report_lost(self, workers: Sequence[WorkerState], reason: str) -> None:
         """Report the ends of these workers, which have ended with their parent for this `reason`."""
-        self._thread.call(partial(self._lost, workers, reason))
+        self._thread.call(partial(self._close_lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
         """End the thread within `timeout_s` seconds, after it has read what has arrived."""
@@ -233,7 +233,7 @@ class WorkerIO:
                     self._thread.forget(parent)
                     # All known workers are children of this parent: the next parent starts none before the agent has
                     # handled this event.
-                    self._lost(list(self._workers), event.reason)
+                    self._close_lost(list(self._workers), event.reason)
                     self._sink(event)
                 case Started():
                     for worker in self._started_as(event):
@@ -241,18 +241,18 @@ class WorkerIO:
                         self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
                 case Exited():
                     for worker in self._started_as(event):
-                        self._gone(worker, event.code, start_error=event.error)
+                        self._close_worker(worker, event.code, start_error=event.error)
 
     def _started_as(self, event: Started | Exited) -> list[WorkerState]:
         """The worker that a message of the parent is about, as a list; empty if its process has ended already."""
         wanted = (event.generation, event.local_rank)
         return [each for each in self._workers if (each.start, each.env.local_rank) == wanted]
 
-    def _lost(self, workers: Sequence[WorkerState], reason: str) -> None:
+    def _close_lost(self, workers: Sequence[WorkerState], reason: str) -> None:
         """Report that these workers were killed because their parent has ended."""
         for worker in workers:
             if not worker.gone:
-                self._gone(worker, -signal.SIGKILL, lost=reason)
+                self._close_worker(worker, -signal.SIGKILL, lost=reason)
 
     def _read_pipe(self, worker: WorkerState, stream: str, max_bytes: int) -> None:
         """Pass on what the pipe holds, up to about `max_bytes`."""
@@ -294,16 +294,16 @@ class WorkerIO:
                 received = worker.channel.receive(0)
                 if received is None:
                     return
-                self._said(worker, *received)
+                self._pass_on(worker, *received)
                 count += 1
         except (ChannelClosed, OSError):
             self._thread.forget(worker.channel)
-            self._leaves(worker)
+            self._report_ending(worker)
         except ValueError as error:
             _LOG.warning("rank %d says what is no message, and is not read any more: %s", worker.env.rank, error)
             self._thread.forget(worker.channel)
 
-    def _leaves(self, worker: WorkerState) -> None:
+    def _report_ending(self, worker: WorkerState) -> None:
         """Report the failure of a process that has closed its channel because it is ending.
 
         This comes sooner than the exit status from the parent: before the parent can reap the process, the kernel gives
@@ -315,9 +315,9 @@ class WorkerIO:
         if process is not None and process.leaving and began and not worker.gone:
             self._read_rest(worker)
             with self.seating:
-                self._ended(worker, os.waitstatus_to_exitcode(process.leaving))
+                self._report_end(worker, os.waitstatus_to_exitcode(process.leaving))
 
-    def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
+    def _pass_on(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
         """Pass a worker's message on as an event. Raises ValueError for a message that workers do not send."""
         fd = fds.pop(0) if fds and isinstance(message, Copied) else -1
         for other in fds:
@@ -325,21 +325,21 @@ class WorkerIO:
         if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         env = worker.env
-        self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, worker.tell, fd))
-        if isinstance(message, Done):
-            self._ended(worker, message.code)
+        self._sink(WorkerMessage(env.generation, env.rank, env.local_rank, message, worker.send, fd))
+        if isinstance(message, ScriptDone):
+            self._report_end(worker, message.code)
             # The process lingers because it holds the group's store. A group that is being ended needs no store.
             if worker.stopping:
-                worker.tell(Release())
+                worker.send(Release())
 
-    def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
+    def _close_worker(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """Read the rest of the output and messages of a process that has ended, report its end, and close its files."""
         self._read_rest(worker)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
         # Under the lock, a worker that is getting another seat ends either in its old generation or in the new one.
         with self.seating:
-            self._ended(worker, code, start_error=start_error, lost=lost)
+            self._report_end(worker, code, start_error=start_error, lost=lost)
             self._forget(worker)
             generation = worker.env.generation
         if all(each.env.generation != generation for each in self._workers):
@@ -364,7 +364,7 @@ class WorkerIO:
         worker.pipes.clear()
         worker.output.close()
 
-    def _ended(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
+    def _report_end(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """Send the worker's `WorkerEnded`, unless it was sent already: a lingering process ends a second time."""
         if worker.ended:
             return

@@ -33,7 +33,7 @@ STUCK = 3
 def rank_of(rank: int, ranks: int, path: Path, ready: int, cut: int) -> None:
     """One rank: it sums until its group is lost, or ends with STUCK. `ready` and `cut`: pipes to write to, to read."""
     store = dist.FileStore(str(path), ranks)
-    with regroup.SOCKETS.noted(ranks):
+    with regroup.SOCKETS.noting_group(ranks):
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60)
         )

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=100, help="re-forms of each way")
     given = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    regroup.keep()
+    regroup.keep_groups()
     listening = [socket.create_server(("127.0.0.1", 0), backlog=given.ranks) for _ in range(PORTS)]
     rank, children = 0, []
     for each in range(1, given.ranks):
@@ -121,7 +121,7 @@ def main() -> None:
                 dist.barrier()
                 regroup.leave()
                 time.sleep(REST_S)
-                regroup.tidy()
+                regroup.release_retired()
             for turn in range(BLOCK):
                 if turn:
                     dist.barrier()

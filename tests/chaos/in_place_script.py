@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import elasticrt
-from elasticrt.checkpoint.state_transfer import Line
+from elasticrt.checkpoint.state_transfer import RankConnection
 from elasticrt.distributed.group_store import GroupStore
 from elasticrt.distributed.regroup import SOCKETS
 
@@ -234,8 +234,8 @@ def main() -> None:
     around("_broadcast_coalesced", before="broadcast")
     around("init_process_group", before="meet", after="met")
     around("set", after="published", of=GroupStore)  # The others know its address; it has not connected yet.
-    around("send", of=Line, before="send", after="sent")
-    around("fill", of=Line, before="receive", after="received")
+    around("send", of=RankConnection, before="send", after="sent")
+    around("fill", of=RankConnection, before="receive", after="received")
     if OPTIONS.get("any time"):
         threading.Thread(target=at_any_time, daemon=True).start()
     out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)

@@ -19,7 +19,7 @@ from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.data import durable_files as files
 from elasticrt.errors import CheckpointError
 from elasticrt.ipc.directory_owner import NAME
-from elasticrt.ipc.messages import ERRNO, Own
+from elasticrt.ipc.messages import ERRNO, OpenDirectory
 from elasticrt.rendezvous.records import Keys
 from tests.crash.places import close, commit_of, release, restored, save, save_one, state
 from tests.memory_store import MemoryServer, MemoryStore
@@ -232,7 +232,7 @@ def test_an_agent_on_a_full_or_read_only_file_system(tmp_path: Path) -> None:
         agent = StoreRequests(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None, "")
 
         def ask() -> list[Any]:
-            own = Own(1, str(tmp_path), "0" * 16, take=True)
+            own = OpenDirectory(1, str(tmp_path), "0" * 16, take=True)
             reply = agent.carry_out(StoreRequest(own, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
             return [reply.ok, reply.data.get(ERRNO), sorted(each.name for each in tmp_path.iterdir())]
 

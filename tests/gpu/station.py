@@ -22,7 +22,7 @@ from typing import Any
 
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Left, Message, Own, Reply, Reseat, Save
+from elasticrt.ipc.messages import LeftGeneration, Message, OpenDirectory, Reply, Reseat, Save
 from elasticrt.ipc.status_page import StatusPage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ class Worker:
                 for fd in fds:
                     os.close(fd)
                 self.said.append(message)
-                if isinstance(message, Own):
+                if isinstance(message, OpenDirectory):
                     self.channel.send(Reply(message.request, ok=True, data=dict(self._heads)))
                 elif isinstance(message, Save):
                     self._heads["head"] = message.commit
@@ -82,7 +82,9 @@ class Worker:
 
     def left(self, generation: int) -> bool:
         """Whether it has stopped in this generation, as agreed; 0: has set up beside the others."""
-        return any(isinstance(each, Left) and each.generation == generation and not each.error for each in self.said)
+        return any(
+            isinstance(each, LeftGeneration) and each.generation == generation and not each.error for each in self.said
+        )
 
 
 class Station:

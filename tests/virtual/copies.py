@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.ipc.messages import Copied
 from elasticrt.rendezvous.records import Generation, Seat
-from elasticrt.workers.worker_io import WorkerSaid
+from elasticrt.workers.worker_io import WorkerMessage
 from tests.virtual.engine import require
 from tests.virtual.work import step_of
 
@@ -76,7 +76,7 @@ class Copier:
             return
         (step, trained), self._written = self._written, None
         copied = Copied(step, 0, 1, self.keep(step, trained))
-        group.emit(WorkerSaid(group.generation, group.envs[0].rank, 0, copied, group.answer, self._sim.port()))
+        group.emit(WorkerMessage(group.generation, group.envs[0].rank, 0, copied, group.answer, self._sim.port()))
         self._sim.fired["copy"] += 1
         self._due_at = self._sim.engine.now + self._sim.plan.copy_every_s * self._sim.copying.uniform(0.7, 1.3)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt import events
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.store_discovery import Meeting
+from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, no_witnesses
 from elasticrt.rendezvous.records import Seat
@@ -48,7 +48,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         clock=VirtualClock(process),
         queue=lambda: VirtualQueue(sim.engine, lambda: process.rate),
         token=token,
-        meet=lambda *_: Meeting(process.wire, (), None, process.address),
+        open_store=lambda *_: OpenStore(process.wire, (), None, process.address),
         how_to_join=lambda *_: [],
         lease_session=VirtualLeaseSession,
         store_proxy=VirtualStoreProxy,
@@ -137,7 +137,7 @@ class VirtualProber:
         self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
 
-    def listen(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
+    def ask_for_generation(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """See `Prober`."""
         asker, sim = self._process, self._process.sim
         for seat in seats:

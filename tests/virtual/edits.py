@@ -125,8 +125,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
     "a node that was left out keeps its workers": (
-        (_A + "agent", "Agent.left_out", "self.node.kill()", "pass"),
-        (_A + "agent", "Agent.left_out", "while not self.node.are_gone()", "while False"),
+        (_A + "agent", "Agent.end_before_rejoin", "self.supervisor.kill()", "pass"),
+        (_A + "agent", "Agent.end_before_rejoin", "while not self.supervisor.are_gone()", "while False"),
     ),
     "workers that were released get the stop timeout twice": (
         (_A + "supervisor", "Supervisor.stop", "+ grace_s", "+ 2 * grace_s"),
@@ -134,7 +134,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running_generation, me.seated_generation)", "me.running_generation"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreBlocked", "StoreUnavailable, StoreBlocked"),),
     "who has not the claim publishes": (
-        (_COMMIT, "StoreRequests._settle", "record.incarnation == asked.incarnation and ", ""),
+        (_COMMIT, "StoreRequests._end_build", "record.incarnation == asked.incarnation and ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "a lease that was given up comes back with the next life": (
@@ -160,7 +160,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "rank 0 is not where the copy is": ((_CONTEXT, "publish", "if holder is not None:", "if False:"),),
     "copies of the last generation are kept": ((_W + "snapshot_cache", "SnapshotCache.renew", "self._copies = []", "pass"),),
     "what a fenced node holds comes back with it": ((_A + "supervisor", "Supervisor.kill", "self.seating.memory.close()", "pass"),),
-    "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest", "(found, self.saved, ", "(found, "),),
+    "what etcd has forgotten was never saved": ((_A + "agent", "Agent._newest_checkpoint", "(found, self.last_commit, ", "(found, "),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_CONTEXT, "publish", "in_place = len(ready) >= least", "in_place = False"),),
     "with --join failure newcomers need no loss": ((_R + "reconfiguration", "_wanted_join", 'spec.join != "failure" or after_loss', "True"),),
@@ -197,7 +197,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a rank that never met the others is to save": ((_CONTEXT, "wait_for_save", "context.generation.waits and context.standing_since is not None", "False"),),
     "who waits for a pause waits as for a step": ((_CONTEXT, "leave_deadline", "context.others_go_on and standing_since is None", "standing_since is None"),),
     "the only copies leave with their node": ((_CONTEXT, "re_form", 'if kind in ("failure", "lost") and', "if False and"),),
-    "a node that has copies and no workers leaves at once": ((_A + "agent", "Agent.drain", "or self.node.seating.memory.newest", ""),),
+    "a node that has copies and no workers leaves at once": ((_A + "agent", "Agent.drain", "or self.supervisor.seating.memory.newest", ""),),
     "the copy that all resume from leaves before they have": ((_PLANNED, "_wanted_change", "context.generation.memory is not None", "False"),),
     "who leaves leaves its state to the one that hangs": ((_PLANNED, "_replace_without_step", "if context.draining_seats and", "if False and"),),
     "who leaves is left out before it has saved": ((_PLANNED, "_after_waiting", "if context.draining_seats and missing", "if False and missing"),),
@@ -209,12 +209,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "who hangs before it has the state is waited for": ((_CONTEXT, "decide_if_too_few", "+ SEATED_S_MAX", "+ spec.join_timeout_s"),),
     "who does not come back from the cut is waited for": (
-        (_A + "supervisor", "Supervisor._go_on", "self._late_at = self._clock.monotonic() + LATE_S", "self._late_at = None"),
+        (_A + "supervisor", "Supervisor._go_on", "self._check_seats_at = self._clock.monotonic() + LATE_S", "self._check_seats_at = None"),
     ),
     "a node none of whose workers came along runs them": ((_W + "group_state", "GroupState.went_on", "bool(ranks)", "True"),),
-    "a busy worker is ended when a node drains": ((_A + "supervisor", "Supervisor._end_unseated", "self._spares and", "False and"),),
+    "a busy worker is ended when a node drains": ((_A + "supervisor", "Supervisor._end_unseated", "self._spares_busy and", "False and"),),
     "who is busy is ended when the node that drains has left": ((_A + "supervisor", "Supervisor._go_on", "still or generation.kind", "generation.kind"),),
-    "one lost worker ends all of its node": ((_A + "supervisor", "Supervisor._failed", "if not self._able():", "if True:"),),
+    "one lost worker ends all of its node": ((_A + "supervisor", "Supervisor._failed", "if not self._able_in_place():", "if True:"),),
     "places of a node are counted by local rank": ((_W + "environment", "worker_env", "local_rank if place is None else place", "local_rank"),),
     "a stopped worker is waited for": ((_A + "supervisor", "Supervisor._end_stopped", "in pids.items() if pid in over", "in ()"),),
     "a stopped newcomer is waited for": ((_A + "supervisor", "Supervisor._end_stopped", "in beside.items() if pid in over", "in ()"),),

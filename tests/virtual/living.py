@@ -17,9 +17,9 @@ from elasticrt.checkpoint import newest_offer
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
-    Built,
-    Claim,
-    Left,
+    BuildDone,
+    ClaimBuild,
+    LeftGeneration,
     Message,
     Reply,
     Save,
@@ -27,7 +27,7 @@ from elasticrt.ipc.messages import (
 )
 from elasticrt.ipc.status_page import IN_PLACE, READY, StatusPage
 from elasticrt.workers.failures import Remains, failure_of
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
 from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require
@@ -148,7 +148,7 @@ class Worker:
         self._after_all_that_was_said(self._heard, message)
 
     def _heard(self, message: Any) -> None:
-        self.emit(WorkerSaid(self.generation, self.env.rank, self.env.local_rank, message, self.answer))
+        self.emit(WorkerMessage(self.generation, self.env.rank, self.env.local_rank, message, self.answer))
 
     def emit(self, event: Any) -> None:
         """Tell the agent at once, if it is still there."""
@@ -247,7 +247,7 @@ class Worker:
         self.page.in_place, self.at_home_at = READY, self.sim.engine.now
         self.waiting = True
         self.sim.say(self.process, f"  a worker ({self.env.local_rank}) has set up beside the training")
-        self.say(Left(0))
+        self.say(LeftGeneration(0))
 
     def _data(self) -> str:
         return f"data of {self.process.name}" if self.sim.plan.own_disks else "data"
@@ -257,7 +257,7 @@ class Worker:
         if self.env.local_rank:
             self._has_set_up()
             return
-        self.ask(lambda number: Claim(number, self._data(), "1"))
+        self.ask(lambda number: ClaimBuild(number, self._data(), "1"))
 
     def answer(self, reply: Reply) -> None:
         """Tell it something."""
@@ -287,7 +287,7 @@ class Worker:
 
     def _publish(self) -> None:
         self.building = (*self.building, self.requests + 1)
-        self.ask(lambda number: Built(number, self._data(), "1"))
+        self.ask(lambda number: BuildDone(number, self._data(), "1"))
 
     # Seats.
 
@@ -343,7 +343,7 @@ class Worker:
             self.take()
             return
         self.sim.say(self.process, f"  worker {self.own.rank} is down after step {self.step}")
-        self.say(Left(group.generation, self.step, "Connection closed by peer"))
+        self.say(LeftGeneration(group.generation, self.step, "Connection closed by peer"))
 
     # Steps.
 
@@ -406,7 +406,7 @@ class Worker:
             self.later(0.05, self._wait_for_nodes, own)
             return
         self.sim.say(self.process, f"  worker {own.rank} waits for nodes, with the state after step {self.step}")
-        self.say(Left(own.generation, self.step))
+        self.say(LeftGeneration(own.generation, self.step))
 
     def _stay(self) -> None:
         text = f"worker {self.own.rank} of {self.process.name} stops after step {self.step}, not {self.page.go}"
@@ -414,7 +414,7 @@ class Worker:
         self.group, self.waiting = None, True
         self.page.stepping = 0
         self.sim.say(self.process, f"  worker {self.own.rank} stops after step {self.step}")
-        self.say(Left(self.own.generation, self.step))
+        self.say(LeftGeneration(self.own.generation, self.step))
 
     def _saved(self) -> bool:
         if self.saved_for != self.step and self.saving is None:

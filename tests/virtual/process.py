@@ -91,18 +91,18 @@ class Process:
     @property
     def group(self) -> VirtualGroup:
         """Its workers."""
-        return self.agent.node.group
+        return self.agent.supervisor.group
 
     def _main(self) -> None:
         agent = self.agent
         try:
-            agent.node.open()
-            self.code = agent.work()
-            agent.node.close()
+            agent.supervisor.open()
+            self.code = agent.join_and_run()
+            agent.supervisor.close()
         except ElasticError as error:
             self.code = error.exit_code
             self.sim.say(self, f"ends with code {error.exit_code}: {str(error).splitlines()[0]}: {error}"[:300])
-            agent.node.close()
+            agent.supervisor.close()
         self.ended_at = self.sim.engine.now
         self.sim.engine.after(0.0, self.sim.bury, self, "exits")
 
@@ -155,7 +155,7 @@ class VirtualAgent(Agent):
         return joined
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """See `Side`."""
+        """See `WorkerSide`."""
         self.process.going_on = generation
         try:
             super().run_generation(generation, seat)

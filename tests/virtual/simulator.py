@@ -287,7 +287,7 @@ class Simulator:
             alone = known is not None and known.record.nodes == 1 and self.unreachable(process)
             # Then what counts is what it has committed, and heard the answer to.
             if self.wiped_at is not None or alone:
-                saved = process.agent.saved.reached if process.agent.saved is not None else 0
+                saved = process.agent.last_commit.reached if process.agent.last_commit is not None else 0
             allowed = allowed or process.group.furthest() > saved
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):

@@ -8,7 +8,7 @@ import pytest
 
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Claim, Reply, Save
+from elasticrt.ipc.messages import ClaimBuild, Reply, Save
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store.protocol import StoreBlocked, StoreForbidden, StoreFull, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
@@ -89,7 +89,9 @@ def test_a_store_that_takes_no_writes_makes_a_preparation_wait_and_a_save_fail(h
 
 
 def _claim(errands: StoreRequests, life: str, lease: int) -> str:
-    told = errands.carry_out(StoreRequest(Claim(1, "data", "1"), 1, b"", 1, "n0", life * 16, lease, lambda _: None))
+    told = errands.carry_out(
+        StoreRequest(ClaimBuild(1, "data", "1"), 1, b"", 1, "n0", life * 16, lease, lambda _: None)
+    )
     return "yes" if told.ok else f"{told.refusal}: {told.reason}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.ipc.messages import Step
-from elasticrt.workers.worker_io import WorkerSaid
+from elasticrt.workers.worker_io import WorkerMessage
 from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds
@@ -144,7 +144,7 @@ class Training:
                 page.finished(self.step, at_ns)
             if self.first:
                 said = Step(self.step, 0, at_ns, self.step - 1, True)
-                group.emit(WorkerSaid(self.generation, group.envs[0].rank, 0, said, group.answer))
+                group.emit(WorkerMessage(self.generation, group.envs[0].rank, 0, said, group.answer))
         self.first = False
 
     def _may_go_on(self) -> bool:

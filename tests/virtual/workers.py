@@ -15,10 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
+from elasticrt.ipc.messages import BuildDone, ClaimBuild, Copied, CopyDamaged, LeftGeneration, Reply, Save
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.workers.failures import Remains, failure_of
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
 
@@ -73,7 +73,7 @@ class Group:
         """Local rank 0 asks the agent for something."""
         self.requests += 1
         env = self.envs[0]
-        self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests), self.answer))
+        self.emit(WorkerMessage(self.generation, env.rank, 0, message(self.requests), self.answer))
 
     def fail(
         self,
@@ -141,10 +141,10 @@ class Group:
         self.copier.finish()
         copied = Copied(step, 0, 1, self.copier.keep(step, trained))
         self.sim.say(self.process, f"  workers hand over after step {step}")
-        self.emit(WorkerSaid(self.generation, self.envs[0].rank, 0, copied, self.answer, self.sim.port()))
+        self.emit(WorkerMessage(self.generation, self.envs[0].rank, 0, copied, self.answer, self.sim.port()))
         for env in self.envs:
-            left = Left(self.generation, step)
-            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, left, self.answer))
+            left = LeftGeneration(self.generation, step)
+            self.emit(WorkerMessage(self.generation, env.rank, env.local_rank, left, self.answer))
         self.sim.engine.after(self.sim.net.uniform(0.01, 0.5), self.end, "handed over")
 
     # Preparing data, then meeting the others.
@@ -152,7 +152,7 @@ class Group:
     def prepare(self) -> None:
         """Ask for the data until somebody has built them."""
         if self.alive and not self.stopping:
-            self.ask(lambda number: Claim(number, "data", "1"))
+            self.ask(lambda number: ClaimBuild(number, "data", "1"))
 
     def answer(self, reply: Reply) -> None:
         """Tell local rank 0 something."""
@@ -190,7 +190,7 @@ class Group:
                 self.sim.engine.after(POLL_S, self._publish)
                 return
             self.building = (*self.building, self.requests + 1)
-            self.ask(lambda number: Built(number, "data", "1"))
+            self.ask(lambda number: BuildDone(number, "data", "1"))
 
     def save(self, step: int, trained: Trained) -> None:
         """Rank 0 asks for a commit, one at a time."""
@@ -310,7 +310,7 @@ class VirtualGroup:
             return "the copy is not in this node's memory"
         if group.copy.digest not in self.process.sim.spoilt:
             return ""
-        told = WorkerSaid(group.generation, env.rank, 0, Damaged(), group.answer)
+        told = WorkerMessage(group.generation, env.rank, 0, CopyDamaged(), group.answer)
         self.process.sim.engine.after(0.1, group.emit, told)
         return "the copy is damaged"
 
@@ -340,7 +340,7 @@ class VirtualGroup:
             group.stopping = True
             self.process.sim.engine.after(after_s, group.end, "killed")
 
-    def look(self, generation: int) -> None:
+    def ask_for_stacks(self, generation: int) -> None:
         """See `WorkerGroup`."""
 
     def release(self, generation: int | None = None) -> None:

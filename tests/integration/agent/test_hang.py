@@ -173,7 +173,7 @@ def test_the_one_that_the_others_wait_for_is_named(tmp_path: Path, way: str, wor
         assert re.search(rf"^rank 1 on {second} {words}", named["reason"]), named
         assert [event["number"] for event in run.events("generation") if event["node"] == "n0"] == [1]
         told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
-        assert told.standing(time.time()).endswith(named["reason"]), "the report says so while it lasts"
+        assert told.standstill_sentence(time.time()).endswith(named["reason"]), "the report says so while it lasts"
         if way == "sleeps":
             (tmp_path / "goes-on").touch()
             assert run.ended() == {"n0": 0, "n1": 0}, run.story()
@@ -196,7 +196,7 @@ def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
         (stood,) = run.events("stalled")
         assert (stood["step"], stood["final"]) == (25, True), stood
         own = story_of(records(run.run_dir / f"events-{stood['node']}.jsonl"))
-        assert [trouble.what for trouble in own.troubles] == causes[1:]
+        assert [trouble.what for trouble in own.failures] == causes[1:]
         assert totals(own.spans())["detect"] >= 1.0, "its own events alone say that it did not train"
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) 
         told = read(run.run_dir)
         step = told.checkpoint
         assert state(told) == f"stopped; step {step} is saved; to go on: the same command, with --run-id {run.run_id}"
-        assert {trouble.node for trouble in told.troubles} == {"n0", "n1"}
+        assert {trouble.node for trouble in told.failures} == {"n0", "n1"}
         spent = {node: totals(spans) for node, spans in told.spans_by_node().items()}
         assert sum(spent["n2"].values()) - spent["n2"][TRAIN] > spent["n2"][WAITING] > 0
         assert told.spans()[-1].bucket == WAITING

@@ -49,7 +49,7 @@ class Rig:
         self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
         shown = RunOptions(local_ranks_filter=frozenset())
         self.group = WorkerGroup(self.events.put, options=shown)
-        self.group.use(self.parent)
+        self.group.set_parent(self.parent)
         self.generation = 0
         self.run_dir = Path("no run yet")
         try:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.ipc.messages import Done
+from elasticrt.ipc.messages import ScriptDone
 from elasticrt.ipc.proc import start_of
 from elasticrt.settings import Command
 from elasticrt.workers import worker_io
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage
 from tests.servers import wait_until
 
 REDUCE = """
@@ -122,7 +122,7 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     seen = []
     ended = warm.wait(WorkerEnded, seen=seen)
     assert (ended.rank, ended.code, ended.failure) == (0, 0, None)
-    assert [e.message for e in seen if isinstance(e, WorkerSaid)] == [Done(0)]
+    assert [e.message for e in seen if isinstance(e, WorkerMessage)] == [ScriptDone(0)]
     log = tmp_path / "run" / "logs" / f"generation-{warm.generation}"
     assert is_alive(pids[0])
     assert (log / "rank-0.node-0.out").read_text() == "end\nhook\n"
@@ -213,7 +213,7 @@ def test_a_fork_of_the_script_does_not_speak_for_the_worker(warm, tmp_path, end)
         assert failure is not None
         assert failure.code == 1
         assert failure.summary.endswith("the worker's own")
-    assert not [e for e in result.events if isinstance(e, WorkerSaid)]
+    assert not [e for e in result.events if isinstance(e, WorkerMessage)]
 
 
 def test_a_lingering_worker_ends_with_its_agent(own, tmp_path, is_alive, until):

@@ -281,21 +281,21 @@ def test_a_new_generation_while_the_old_one_dies(warm, tmp_path):
 
 def test_the_channel_of_a_worker(warm, tmp_path):
     """Messages arrive with rank and generation, replies are received, the page is readable, nonsense is survived."""
-    from elasticrt.ipc.messages import Claim, Reply, Step
-    from elasticrt.workers.worker_io import WorkerSaid
+    from elasticrt.ipc.messages import ClaimBuild, Reply, Step
+    from elasticrt.workers.worker_io import WorkerMessage
 
     body = """
         import os, time
         from elasticrt.ipc.channel import Channel
         from elasticrt.ipc.env import WorkerEnv
-        from elasticrt.ipc.messages import Claim, Step
+        from elasticrt.ipc.messages import ClaimBuild, Step
         from elasticrt.ipc.status_page import StatusPage
         env = WorkerEnv.from_env(os.environ)
         channel, page = Channel.adopt(env.channel_fd), StatusPage(env.page_fd)
         page.finished(11, 12345)
         for step in range(100):
             channel.send(Step(step, 0, 1, 0, step == 0))
-        channel.send(Claim(1, "digits", "1"))
+        channel.send(ClaimBuild(1, "digits", "1"))
         reply, _ = channel.receive(20)
         while not page.stop:
             time.sleep(0.01)
@@ -305,8 +305,8 @@ def test_the_channel_of_a_worker(warm, tmp_path):
     (tmp_path / "talk.py").write_text(textwrap.dedent(body))
     warm.start(Command(("talk.py",)), tmp_path)
     said = []
-    claim = warm.wait(WorkerSaid, lambda e: isinstance(e.message, Claim), said)
-    steps = [e.message.step for e in said if isinstance(e, WorkerSaid) and isinstance(e.message, Step)]
+    claim = warm.wait(WorkerMessage, lambda e: isinstance(e.message, ClaimBuild), said)
+    steps = [e.message.step for e in said if isinstance(e, WorkerMessage) and isinstance(e.message, Step)]
     assert steps == list(range(100))
     assert (claim.rank, claim.local_rank, claim.generation) == (0, 0, warm.generation)
     page = warm.group.page(0, warm.generation)

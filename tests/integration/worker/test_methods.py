@@ -19,17 +19,17 @@ def test_exec_workers(cold, tmp_path):
     body = """
         import os, sys
         from elasticrt.ipc.channel import Channel
-        from elasticrt.ipc.messages import Claim
+        from elasticrt.ipc.messages import ClaimBuild
         from elasticrt.ipc.env import WorkerEnv
         env = WorkerEnv.from_env(os.environ)
-        Channel.adopt(env.channel_fd).send(Claim(1, "x", "1"))
+        Channel.adopt(env.channel_fd).send(ClaimBuild(1, "x", "1"))
         print("torch" in sys.modules, env.listen_fd, sys.stdout.write_through, sys.argv[1:])
         sys.exit(3)
         """
     result = cold.run(body, tmp_path, arguments=("a", "b"))
     assert result.out[0] == "False -1 True ['a', 'b']\n", result.err
     assert result.codes == {0: 3}
-    assert [e.message.name for e in result.events if type(e).__name__ == "WorkerSaid"] == ["x"]
+    assert [e.message.name for e in result.events if type(e).__name__ == "WorkerMessage"] == ["x"]
     assert cold.warm.method == "exec"
 
 

@@ -36,7 +36,7 @@ def exported_text() -> str:
     """As it is scraped."""
     metrics = Metrics()
     for entry in TOLD:
-        metrics.tell(record(*entry))
+        metrics.fold(record(*entry))
     return metrics.text(replace(NOTED, slow=("b", 3.5)), 100.0).decode()
 
 

@@ -217,7 +217,7 @@ def test_since_when_a_node_hears_nobody() -> None:
             outage = Outage(lambda _: None)
             outage.suspect(time.monotonic())
             asked = outage.seats_to_ask([_seat(port)], time.monotonic())
-            prober.listen(asked, "digits", lambda number: heard.put(GenerationAnswer(number)))
+            prober.ask_for_generation(asked, "digits", lambda number: heard.put(GenerationAnswer(number)))
             assert outage.alone_since is not None
             outage.note_answer(heard.get(timeout=30))
             assert (outage.alone_since is None) is answers
@@ -258,10 +258,10 @@ def test_questions_and_answers(server: HealthServer) -> None:
     status, body = ask(f"{server.url}/ready")
     assert (status, body["ok"], body["generation"], body["ranks"], body["step"]) == (200, True, 3, [2, 3], 41)
     assert ask(f"{server.url}/live?verbose")[0] == 200
-    server.noted = replace(server.noted, readiness=Finding(False, "on its way out: SIGTERM received"))
+    server.state = replace(server.state, readiness=Finding(False, "on its way out: SIGTERM received"))
     assert ask(f"{server.url}/ready")[0] == 503
     assert ask(f"{server.url}/live")[0] == 200
-    server.noted = replace(server.noted, turned_at=time.monotonic() - LIVE_S - 1)
+    server.state = replace(server.state, turned_at=time.monotonic() - LIVE_S - 1)
     status, body = ask(f"{server.url}/live")
     assert (status, body["ok"]) == (503, False)
     assert "without a turn" in body["reason"]
@@ -369,4 +369,4 @@ def test_what_is_no_host_name_is_a_mistake_of_the_user(host: str) -> None:
 def test_an_address_of_another_machine(server: HealthServer) -> None:
     """An address that this machine does not have is refused before anything starts."""
     with pytest.raises(ConfigError, match="health port cannot be had"):
-        HealthServer("192.0.2.1", 0, server.noted)
+        HealthServer("192.0.2.1", 0, server.state)

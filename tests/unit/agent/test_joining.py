@@ -13,7 +13,7 @@ import pytest
 
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.store_discovery import Meeting
+from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_driver import StoreDriver, ToldToLeaveError
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
@@ -97,7 +97,7 @@ def _agent_joins(store: Troubled) -> str:
         node="alpha", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5, port=6, warm=True
     )
     member = Member(Me(record=record, spec=SPEC), "run", token=lambda: "b" * 16, say=print, note=print)
-    edges = Edges(meet=lambda *_: Meeting(store, (), None, "127.0.0.1"))
+    edges = Edges(open_store=lambda *_: OpenStore(store, (), None, "127.0.0.1"))
     one = Membership(settings, queue.SimpleQueue(), edges, told_to_leave=lambda: False)
     try:
         assert one.open(member) is None

@@ -284,7 +284,7 @@ def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
     console.events.write(events.FirstStep(1, 1, 0, None, None))
     written, now = (tmp_path / "events-a.jsonl").read_text(), time.monotonic()
     head = SimpleNamespace(record=SimpleNamespace(nonce="1f", reached=38, generation=1, size=7))
-    console.heard(1, rank, Step(40, 3, time.monotonic_ns(), 0, False, {"loss": 0.5}))
+    console.note_step(1, rank, Step(40, 3, time.monotonic_ns(), 0, False, {"loss": 0.5}))
     console.tick(now, None, 40, head)
     assert shown in sentences.now_at(console.story, time.time())
     assert ("loss" in summary(console.story)[0]) is (rank != 0)
@@ -313,11 +313,11 @@ def test_the_goodput_of_the_last_line_is_that_of_the_run(tmp_path, monkeypatch):
     console.tick(now, None)
     for event in (started(), begun(1, "a", "start"), events.WorkersStarted(1, (0,), (11,)), events.SetUp(1, {})):
         console.events.write(event)
-    console.heard(1, 0, Step(1, 0, time.monotonic_ns(), 0, True, {}))
+    console.note_step(1, 0, Step(1, 0, time.monotonic_ns(), 0, True, {}))
     for later_s in (1.0, 2.0, 3.0):
         console.tick(now + later_s, None, 1)
         shown = terminal.getvalue().rpartition("goodput ")[2]
-        assert shown.startswith(f"{console.story.goodput(now + console.zero + later_s):.0%}")
+        assert shown.startswith(f"{console.story.goodput(now + console.clock_offset_s + later_s):.0%}")
     console.close_last_line()
 
 
@@ -349,11 +349,11 @@ def test_a_change_is_one_sentence(after, said):
     """An agent says a change as soon as its own node has stepped, or after three seconds."""
     changes, told = Changes(Story(), whole=False), []
     for at, node, event in [*WARM, (6.0, "a", begun(2, "a", cause="b lost"))]:
-        told += changes.tell(record(at, node, event))
+        told += changes.fold(record(at, node, event))
     assert [text for _, text in told] == ["generation 1: 2 nodes, world size 2, first step 1 after 2.00 s"]
     told = []
     for at, event in after:
-        told += changes.tick(at) if event is None else changes.tell(record(at, "a", event))
+        told += changes.tick(at) if event is None else changes.fold(record(at, "a", event))
     assert [text for _, text in told] == said
 
 

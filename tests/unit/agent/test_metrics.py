@@ -56,14 +56,14 @@ def test_a_hang_is_counted_while_it_lasts_and_once_as_a_failure(node: str) -> No
     metrics = Metrics()
     for entry in THREE_STEPS:
         if entry[1] == node:
-            metrics.tell(record(*entry))
-    metrics.tell(record(8.0, node, events.Progress(1, 20, 0.0, 0.0, 0.0)))
-    metrics.tell(record(10.0, node, events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
+            metrics.fold(record(*entry))
+    metrics.fold(record(8.0, node, events.Progress(1, 20, 0.0, 0.0, 0.0)))
+    metrics.fold(record(10.0, node, events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
     found = [values(metrics, node, now) for now in (20.0, 50.0)]
     assert [each["detect"] for each in found] == pytest.approx([14.0, 44.0])
-    metrics.tell(record(51.0, node, begun(2, "ab", "failure", "no progress")))
+    metrics.fold(record(51.0, node, begun(2, "ab", "failure", "no progress")))
     phases = {"detect": 44_900.0, "agree": 100.0, "script": 500.0, "first_step": 500.0}
-    metrics.tell(record(52.0, node, events.Recovery(2, 46.0, phases)))
+    metrics.fold(record(52.0, node, events.Recovery(2, 46.0, phases)))
     after = values(metrics, node, 52.0)
     assert after["failures_total"] == float(node == "b")
     assert after["detect"] == pytest.approx(44.9, abs=0.2)
@@ -76,15 +76,15 @@ def test_the_time_of_a_script_without_a_loop_is_counted() -> None:
     told = [each for each in TOLD[:6] if not isinstance(each[2], events.FirstStep)]
     told += [(at, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=int(at))) for at in (9.0, 14.0, 19.0)]
     for entry in told:
-        metrics.tell(record(*entry))
+        metrics.fold(record(*entry))
     before = values(metrics, "a", 19.5)
     assert (before["train"], before["detect"]) == pytest.approx((10.5, 0.0))
-    metrics.tell(record(24.0, "a", events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
+    metrics.fold(record(24.0, "a", events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
     found = [values(metrics, "a", now) for now in (30.0, 40.0)]
     assert [(each["train"], each["detect"]) for each in found] == [pytest.approx((16.5, each)) for each in (10.0, 20.0)]
-    metrics.tell(record(41.0, "a", events.GoesOn(1, 20)))
-    metrics.tell(record(44.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=23)))
-    metrics.tell(record(49.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=28)))
+    metrics.fold(record(41.0, "a", events.GoesOn(1, 20)))
+    metrics.fold(record(44.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=23)))
+    metrics.fold(record(49.0, "a", events.Progress(1, 0, 0.0, 0.0, 0.0, beats=28)))
     after = values(metrics, "a", 50.0)
     assert (after["train"], after["detect"]) == pytest.approx((19.5, 21.0))
 
@@ -112,7 +112,7 @@ def test_a_hang_is_as_long_as_in_the_report(node: str, hang: list[Entry]) -> Non
     found = []
     for now in (18.9, 21.0, told[-1][0]):
         while told and told[0][0] <= now:
-            metrics.tell(record(*told.pop(0)))
+            metrics.fold(record(*told.pop(0)))
         found.append(values(metrics, node, now)["detect"])
     assert found == pytest.approx([whole - 0.1, whole, whole], abs=0.11)
 
@@ -122,7 +122,7 @@ def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:
     metrics = Metrics()
     for entry in BEGINS:
         if entry[1] == "a":
-            metrics.tell(record(*entry))
+            metrics.fold(record(*entry))
     found = [values(metrics, "a", now) for now in (20.5, 80.5)]
     assert [each["waiting for nodes"] - 1.0 for each in found] == pytest.approx([10.0, 70.0])
 
@@ -130,13 +130,13 @@ def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:
 def test_the_time_of_a_node_that_stands_by_is_counted_while_it_does() -> None:
     """Whether it has trained before or not, and whether a worker has set up or not; the generations as well."""
     metrics = Metrics()
-    metrics.tell(record(0.0, "c", started()))
+    metrics.fold(record(0.0, "c", started()))
     without = [events.StandsBy(**vars(begun(each, "ab")), age_s=0.0) for each in (1, 2)]
-    metrics.tell(record(0.5, "c", without[0]))
-    metrics.tell(record(1.0, "c", warm()))
+    metrics.fold(record(0.5, "c", without[0]))
+    metrics.fold(record(1.0, "c", warm()))
     found = [values(metrics, "c", now) for now in (21.0, 51.0)]
-    metrics.tell(record(60.0, "c", events.Ready(0)))
-    metrics.tell(record(70.0, "c", without[1]))
+    metrics.fold(record(60.0, "c", events.Ready(0)))
+    metrics.fold(record(70.0, "c", without[1]))
     found.append(values(metrics, "c", 81.0))
     assert [each["standby"] for each in found] == pytest.approx([20.0, 50.0, 80.0])
     assert [each["start"] for each in found] == pytest.approx([1.0, 1.0, 1.0])
@@ -159,7 +159,7 @@ def test_at_the_health_port(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
     server = HealthServer("127.0.0.1", 0, replace(NOTED, turned_at=time.monotonic()))
     try:
         for entry in TOLD:
-            server.tell(record(*entry))
+            server.fold(record(*entry))
         if installed:
             with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
@@ -181,6 +181,6 @@ def test_ranks_of_a_generation_before_are_not_exported() -> None:
     told += [(10.1, "a", events.WorkersStarted(2, (0,), (11,)))]
     told += [(15.0, "a", events.Progress(2, 99, 0.0, 0.0, 0.0, own_s=(0.02,)))]
     for entry in told:
-        metrics.tell(record(*entry))
+        metrics.fold(record(*entry))
     text = metrics.text(NOTED, 100.0).decode()
     assert re.findall(r'elasticrt_own_work_seconds\{.*rank="(\d)".*\} (\S+)', text) == [("0", "0.02")]

@@ -9,7 +9,7 @@ import pytest
 
 from elasticrt.agent.network_interfaces import interface_of
 from elasticrt.workers.environment import network
-from elasticrt.workers.failures import UNMET_MAX, Remains, failure_of, of_node
+from elasticrt.workers.failures import UNMET_MAX, Remains, failure_of, failure_of_node
 from tests.unit.workers.states import worker
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -44,7 +44,7 @@ def test_interfaces_of_this_machine() -> None:
 
 def test_workers_out_of_reach_of_each_other() -> None:
     """N13: the address that was announced is named first, with the remedy; it is final when it was so before."""
-    records = [of_node([UNMET], unmet=unmet) for unmet in range(UNMET_MAX + 1)]
+    records = [failure_of_node([UNMET], unmet=unmet) for unmet in range(UNMET_MAX + 1)]
     assert [record.unmet for record in records] == [*[False] * UNMET_MAX, True]
     assert records[0].summary.startswith("rank 1 on b: another worker is out of reach at the address 127.0.1.1,")
     assert records[0].text.startswith("another worker is out of reach")

@@ -10,7 +10,7 @@ from pathlib import Path
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.directory_owner import NAME, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Own, Reply, Save
+from elasticrt.ipc.messages import OpenDirectory, Reply, Save
 from elasticrt.ipc.proc import start_of
 from elasticrt.rendezvous.records import Keys
 from tests.memory_store import MemoryServer, MemoryStore
@@ -28,7 +28,7 @@ def by_another_agent(directory: Path) -> None:
         f'"started": {start_of(os.getpid())}', f'"started": {start_of(os.getppid())}'))  # fmt: skip
 
 
-def ask(errands: StoreRequests, request: Own | Save) -> Reply:
+def ask(errands: StoreRequests, request: OpenDirectory | Save) -> Reply:
     """One request of a worker in generation 1, which nobody has replaced."""
     return errands.carry_out(StoreRequest(request, 1, b"", 1, "n0", "b" * 16, 0, lambda _: None))
 
@@ -42,9 +42,9 @@ def test_heads_of_several_directories() -> None:
         commit = Commit(step, 0, 1, nonce, "", "/ckpt", "step", "d" * 64, 1, place=places[place], total=10 * step)
         assert ask(errands, Save(step, asdict(commit), replaces)).ok
         replaces = nonce
-    heads = [ask(errands, Own(9, "/ckpt", place, take=False)).data["head"] for place in places]
+    heads = [ask(errands, OpenDirectory(9, "/ckpt", place, take=False)).data["head"] for place in places]
     assert [(head["step"], head["total"]) for head in heads] == [(3, 30), (2, 20)]
-    assert ask(errands, Own(9, "/ckpt", "2" * 16, take=False)) == Reply(9, ok=True)
+    assert ask(errands, OpenDirectory(9, "/ckpt", "2" * 16, take=False)) == Reply(9, ok=True)
 
 
 def test_what_a_script_saves_beside_its_loop() -> None:
@@ -59,7 +59,7 @@ def test_what_a_script_saves_beside_its_loop() -> None:
     assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 90, has become the head")
     assert ask(errands, Save(4, asdict(better), "b" * 16, beside=True)).ok
     assert ask(errands, Save(5, asdict(replace(of_loop, step=6, nonce="e" * 16)), "a" * 16)).ok
-    heads = [ask(errands, Own(9, "/ckpt", place, take=False)).data["head"] for place in ("0" * 16, "1" * 16)]
+    heads = [ask(errands, OpenDirectory(9, "/ckpt", place, take=False)).data["head"] for place in ("0" * 16, "1" * 16)]
     assert [head["step"] for head in heads] == [6, 91]
 
 
@@ -78,7 +78,7 @@ def test_a_run_whose_agent_lives(tmp_path: Path) -> None:
     """F13: another run is refused while the agent that saves there lives, and welcome when it has let go."""
     server = MemoryServer(lambda: 0.0)
     first, second = errands_of(server, "first"), errands_of(server, "second")
-    own = Own(1, str(tmp_path), "0" * 16, take=True)
+    own = OpenDirectory(1, str(tmp_path), "0" * 16, take=True)
     assert ask(first, own).ok
     text = (tmp_path / NAME).read_text()
     by_another_agent(tmp_path)
@@ -95,7 +95,7 @@ def test_two_live_runs_of_one_id(tmp_path: Path) -> None:
     first = errands_of(MemoryServer(lambda: 0.0, "first"), "run", "/run/elasticrt")
     fresh = errands_of(MemoryServer(lambda: 0.0, "fresh"), "run", "/run/elasticrt")
     other = errands_of(MemoryServer(lambda: 0.0, "other"), "run", "/home/me/elasticrt")
-    own = Own(1, str(tmp_path), "0" * 16, take=True)
+    own = OpenDirectory(1, str(tmp_path), "0" * 16, take=True)
     assert ask(first, own).ok
     by_another_agent(tmp_path)
     assert ask(other, own).refusal == "taken"
@@ -107,7 +107,7 @@ def test_two_live_runs_of_one_id(tmp_path: Path) -> None:
 def test_a_run_that_was_followed_by_another_commits_nothing_more(tmp_path: Path) -> None:
     """S2: whoever was taken for dead, and lives, is told so at its next commit."""
     errands = errands_of(MemoryServer(lambda: 0.0), "run")
-    assert ask(errands, Own(1, str(tmp_path), "0" * 16, take=True)).ok
+    assert ask(errands, OpenDirectory(1, str(tmp_path), "0" * 16, take=True)).ok
     other = Owner("other", "another store", "b", "elsewhere", 3, 4, "t")
     (tmp_path / NAME).write_text(json.dumps(asdict(other)))
     commit = Commit(1, 0, 1, "a" * 16, "", str(tmp_path), "step", "d" * 64, 1)

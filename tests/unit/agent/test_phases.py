@@ -58,7 +58,7 @@ def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
     progress = Progress(lambda: [page], event_log, time)
     page.finished(7, 1 * MS)
     progress.replaced(1)
-    progress.remember()
+    progress.note_last_step()
     progress.stepped(2, Step(6, 0, 5 * MS, 5, True, {}))
     progress.stepped(2, Step(1, 0, 900 * MS, 0, True, {}))
     assert [(each.step, each.redone) for each in kept if isinstance(each, events.FirstStep)] == [(6, 2)]

@@ -19,7 +19,7 @@ from elasticrt.ipc.messages import Step, Warm
 from elasticrt.ipc.status_page import IN_PLACE, READY, StatusPage
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.workers.failures import Remains, failure_of
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage
 from tests.unit.settings import settings_of
 from tests.unit.workers.states import worker
 
@@ -166,7 +166,7 @@ def test_a_worker_that_dies_whenever_it_is_let_in_comes_back_later_each_time(rig
         del group.pages[1, number]
         supervisor.fold(WorkerEnded(number, 1, 1, 101, -11, failure))
         supervisor.run(generation(number + 1, in_place=True), alone, ("n0",))
-        supervisor.fold(WorkerSaid(number + 1, 0, 0, Step(1, 0, 0, 0, True, {}), lambda _: None))
+        supervisor.fold(WorkerMessage(number + 1, 0, 0, Step(1, 0, 0, 0, True, {}), lambda _: None))
         while (1, 0) not in group.pages:
             supervisor.do_what_is_due(rig.clock.now, (), leaves=False)
             rig.clock.now += 0.5

@@ -16,7 +16,7 @@ from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequest, StoreRequests
 from elasticrt.errors import StoreError
-from elasticrt.ipc.messages import Built, Claim, Reply, Save
+from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.spec import RunSpec
@@ -70,14 +70,14 @@ def test_a_proxy_answers_whatever_is_asked(text):
         proxy.send(StoreRequest(request, 1, record, 1, "n0", "0" * 16, 0, replies.put))
         return replies.get(timeout=10)
 
-    assert ask(Claim(1, f"name-{text}", text)).ok
-    assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
-    assert ask(Built(3, f"name-{text}", text)).ok
-    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, refusal="done")
-    assert ask(Claim(5, f"name-{text}", text + "2")).ok
-    assert ask(Built(6, f"name-{text}", text + "2", text or "x")).ok
-    assert ask(Claim(7, f"name-{text}", text + "2")).refusal == "failed"
-    assert not ask(Built(8, "x", text)).ok
+    assert ask(ClaimBuild(1, f"name-{text}", text)).ok
+    assert ask(ClaimBuild(2, f"name-{text}", text)).ok  # It is its own.
+    assert ask(BuildDone(3, f"name-{text}", text)).ok
+    assert ask(ClaimBuild(4, f"name-{text}", text)) == Reply(4, False, refusal="done")
+    assert ask(ClaimBuild(5, f"name-{text}", text + "2")).ok
+    assert ask(BuildDone(6, f"name-{text}", text + "2", text or "x")).ok
+    assert ask(ClaimBuild(7, f"name-{text}", text + "2")).refusal == "failed"
+    assert not ask(BuildDone(8, "x", text)).ok
     assert not ask(Save(9, {"step": text}, "")).ok
     proxy.close(5)
 
@@ -89,7 +89,7 @@ def test_a_dead_proxy_ends_the_agent(agent):
     def broken(_: Reply) -> None:
         raise LookupError("a bug")
 
-    proxy.send(StoreRequest(Claim(1, "x", "1"), 1, record, 1, "n0", "0" * 16, 0, broken))
+    proxy.send(StoreRequest(ClaimBuild(1, "x", "1"), 1, record, 1, "n0", "0" * 16, 0, broken))
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     with pytest.raises(RuntimeError, match=r"elasticrt-store-proxy of this agent has ended: LookupError\('a bug'\)"):
@@ -106,7 +106,7 @@ def test_a_thread_that_asks_and_dies_is_heard_of(agent, monkeypatch):
     monkeypatch.setattr(Prober, "_try", broken)
     prober = Prober(lambda *_: None)
     named = Seat(node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="127.0.0.1", probe_port=1)
-    prober.listen([named], "r", lambda _: None)
+    prober.ask_for_generation([named], "r", lambda _: None)
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     assert event.name.startswith("elasticrt-probe")
@@ -128,7 +128,7 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
         raise LookupError("a bug")
 
     monkeypatch.setattr(Prober, "_try", broken)
-    one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
+    one.loop.prober.ask_for_generation([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
     # Asked before, it might as well make another generation first: its workers have gone.
     wait_until(lambda: one.must_stop(after=turn.generation.number), "the end of the thread is known")
     with pytest.raises(StoreError, match=r"thread elasticrt-probe of this agent has ended: LookupError\('a bug'\)"):

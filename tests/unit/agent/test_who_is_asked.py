@@ -64,14 +64,16 @@ def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> N
 def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any], blamed: list[str]) -> None:
     """While etcd is away it is not taken out, and nobody else would tell that the others wait for it."""
     found: list[tuple[Any, ...]] = []
-    search = SimpleNamespace(hear=lambda *_: None, blame=lambda *said, last: found.append((*said, last)))
+    search = SimpleNamespace(
+        adopt_finding=lambda *_: None, find_culprit=lambda *said, last: found.append((*said, last))
+    )
     made = SimpleNamespace(
         _state=SimpleNamespace(number=3, generation=SimpleNamespace(nodes=4)), _names=tuple("abcd"),
         hangs=SimpleNamespace(search=search),
         is_first=False, _is_in_seat=True, _clock=SimpleNamespace(monotonic=lambda: 9.0),
         _settings=SimpleNamespace(node="d"),
     )  # fmt: skip
-    Supervisor.blame(made, 3, {name: name.upper() for name in "abcd"}, answers)
+    Supervisor.find_culprit(made, 3, {name: name.upper() for name in "abcd"}, answers)
     reached = {"a": "c"} if "reached_by" in answers.get("a", {}) else {}
     assert found == [(9.0, {"a": "A", "d": "D"}, {}, reached, True) for _ in blamed]
 

@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from elasticrt.ipc.channel import Channel
-from elasticrt.ipc.messages import FRAME_MAX_BYTES, Built, Signal, Start, decode, encode
+from elasticrt.ipc.messages import FRAME_MAX_BYTES, BuildDone, Signal, Start, decode, encode
 
 
 def test_descriptors_stay_with_their_frame():
@@ -85,10 +85,10 @@ def test_the_largest_environment_fits_a_frame():
 @pytest.mark.parametrize("more", [0, 1])
 def test_no_message_is_larger_than_a_frame(more: int) -> None:
     """At the limit a message is sent; one byte more is refused by who would send it, in words."""
-    empty = len(encode(Built(1, "data", "1", "")))
-    message = Built(1, "data", "1", "x" * (FRAME_MAX_BYTES - empty + more))
+    empty = len(encode(BuildDone(1, "data", "1", "")))
+    message = BuildDone(1, "data", "1", "x" * (FRAME_MAX_BYTES - empty + more))
     if more:
-        with pytest.raises(ValueError, match=f"a Built message of {FRAME_MAX_BYTES + 1} bytes"):
+        with pytest.raises(ValueError, match=f"a BuildDone message of {FRAME_MAX_BYTES + 1} bytes"):
             encode(message)
     else:
         assert decode(encode(message)) == message

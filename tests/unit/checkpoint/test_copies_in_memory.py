@@ -101,11 +101,11 @@ def test_who_is_left_alone_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         copies = MemoryTier(worker, 1e-9, "")
         copies.begin(0.0, 0)
         for step, number in ((1024, 1), (1031, 2)):
-            assert copies.due(1e12, step)
+            assert copies.is_due(1e12, step)
             snapshots.take(state, copies.to_agent(state, step, 0))
             wait_until(lambda number=number: len(agent.of(Copied)) == number, "the agent has the copy")
-            wait_until(lambda: copies.due(1e12, 3 * 2**60), "what it has cost is known")
-            assert not copies.due(1e12, step + 7)
+            wait_until(lambda: copies.is_due(1e12, 3 * 2**60), "what it has cost is known")
+            assert not copies.is_due(1e12, step + 7)
             copies.left_alone()
 
 
@@ -146,7 +146,7 @@ def test_without_an_agent_none_are_taken() -> None:
     """A script that runs by itself has nobody to keep its copies."""
     copies = MemoryTier(WorkerEnv.from_env({}), 0.01, "")
     copies.begin(0.0, 0)
-    assert not copies.due(1e12, 1024)
+    assert not copies.is_due(1e12, 1024)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, True, "1%"])

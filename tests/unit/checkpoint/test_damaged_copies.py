@@ -15,7 +15,7 @@ from torch import nn
 from elasticrt import Loop
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.messages import Damaged, Save
+from elasticrt.ipc.messages import CopyDamaged, Save
 from tests.fake_worker import Agent, under
 
 
@@ -85,11 +85,11 @@ def test_a_damaged_copy_is_refused_before_it_is_parsed(
             with pytest.raises(RuntimeError, match=f"copy of step 3 in this node's memory is damaged: .*{words}"):
                 next(loop.epochs(1))
             deadline = time.monotonic() + 10
-            while not agent.of(Damaged) and time.monotonic() < deadline:
+            while not agent.of(CopyDamaged) and time.monotonic() < deadline:
                 time.sleep(0.005)
     assert not parsed
     assert all(map(torch.equal, untouched, model.parameters()))
-    assert agent.of(Damaged) == [Damaged()]
+    assert agent.of(CopyDamaged) == [CopyDamaged()]
 
 
 def test_a_copy_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_an_intact_copy_is_resumed_from(tmp_path: Path, monkeypatch: pytest.Monk
         next(loop.epochs(2))
         assert loop.steps_done == 3
         assert torch.equal(next(model.parameters()), begun + 1.0 + 1.0 + 1.0)
-        assert not agent.of(Damaged)
+        assert not agent.of(CopyDamaged)
 
 
 def test_a_state_from_a_copy_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

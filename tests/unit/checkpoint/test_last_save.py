@@ -15,7 +15,7 @@ import torch
 from elasticrt import Checkpointer, CheckpointError, Loop
 from elasticrt.checkpoint import commits
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import ERRNO, Message, Own, Reply, Save, Unsaved
+from elasticrt.ipc.messages import ERRNO, Message, OpenDirectory, Reply, Save, Unsaved
 from tests.fake_worker import Agent, under
 from tests.full_disk import full_disk
 
@@ -77,7 +77,7 @@ class WithoutRoom(Agent):
 
     def say(self, message: Message) -> Reply | None:
         """What an agent says to `message`."""
-        if isinstance(message, Own) and message.take and self.left:
+        if isinstance(message, OpenDirectory) and message.take and self.left:
             self.left -= 1
             return Reply(message.request, False, f"its record .owner: {os.strerror(self.error)}", {ERRNO: self.error})
         return self.fenced(message)
@@ -96,7 +96,14 @@ def test_a_disk_that_is_full_at_a_restart(
     with under(agent, monkeypatch, resume=head, generation=2):
         train(tmp_path, "1 steps", epochs=2)
     kinds = [type(message) for message in agent.messages if isinstance(message, Save) or getattr(message, "take", 0)]
-    assert kinds == [Own, Own, Own, Own, Save, Save]  # The last step, and the end of its epoch.
+    assert kinds == [
+        OpenDirectory,
+        OpenDirectory,
+        OpenDirectory,
+        OpenDirectory,
+        Save,
+        Save,
+    ]  # The last step, and the end of its epoch.
     assert caplog.text.count(os.strerror(error)) == 1, "a warning that nothing can be saved there"
     told = [(each.step, os.strerror(error) in each.reason) for each in agent.of(Unsaved)]
     assert told == [(4, True), (5, True)]
@@ -107,12 +114,12 @@ class WithoutEtcd(Agent):
     """An agent that `away` times cannot say, to each kind of question, or `blocked` times cannot write."""
 
     def __init__(self, away: int = 0, blocked: int = 0) -> None:
-        self.left, self.blocked = {Own: away, Save: away}, blocked
+        self.left, self.blocked = {OpenDirectory: away, Save: away}, blocked
         super().__init__(answer=self.say)
 
     def say(self, message: Message) -> Reply | None:
         """What an agent says to `message`."""
-        if isinstance(message, (Own, Save)) and self.left[type(message)]:
+        if isinstance(message, (OpenDirectory, Save)) and self.left[type(message)]:
             self.left[type(message)] -= 1
             return Reply(message.request, ok=False, reason="etcd does not answer", refusal="unsure")
         if isinstance(message, Save) and self.blocked:
@@ -140,7 +147,7 @@ def test_saves_wait_for_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     agent = WithoutEtcd(away=2)
     with under(agent, monkeypatch):
         train(tmp_path / "ckpt", "1 steps")
-    assert agent.left == {Own: 0, Save: 0}
+    assert agent.left == {OpenDirectory: 0, Save: 0}
     assert agent.of(Save)[-1].commit["step"] == 3
     assert agent.head == agent.of(Save)[-1].commit["nonce"]
 

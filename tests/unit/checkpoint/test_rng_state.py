@@ -70,7 +70,7 @@ def test_a_captured_state_has_few_plain_numbers() -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_a_state_of_plain_numbers_is_put_back_as_well(name: str) -> None:
     """As checkpoints hold it that were saved before its words lay in tensors."""
-    state = rng_state._with_lists(rng_state.note())
+    state = rng_state._with_lists(rng_state.capture_raw())
     state = {**state, "torch": torch.get_rng_state()}
     expected = [DRAWS[name]() for _ in range(5)]
     rng_state.derive(1, 2, 3)
@@ -145,7 +145,7 @@ def test_whatever_changes_python_s_generator_is_seen() -> None:
     for change in changes:
         change()
         for _ in range(2):
-            assert rng_state.note()["python"] == random.getstate()
+            assert rng_state.capture_raw()["python"] == random.getstate()
 
 
 @pytest.mark.parametrize("saved, now", [("PCG64", "MT19937"), ("MT19937", "PCG64"), ("PCG64", "SFC64")])

@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticrt.checkpoint import group_line, state_transfer
-from elasticrt.checkpoint.group_line import GroupLine, parcels
-from elasticrt.checkpoint.state_transfer import Line, Spare, chain, rehearse, share
+from elasticrt.checkpoint import group_transport, state_transfer
+from elasticrt.checkpoint.group_transport import GroupTransport, parcels
+from elasticrt.checkpoint.state_transfer import RankConnection, SpareTensors, chain, rehearse, transfer_state
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import ConfigError
@@ -74,20 +74,20 @@ def by_group(work: Callable[[Meeting], Any], meeting: Meeting) -> Any:
     store = dist.PrefixStore("group", meeting.store)  # type: ignore[attr-defined]  # torch does not declare it.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=meeting.world_size)
-    group_line.device = lambda: torch.device("cpu")
-    group_line.PARCEL_BYTES = 4096
-    real = GroupLine.carry
+    group_transport.device = lambda: torch.device("cpu")
+    group_transport.PARCEL_BYTES = 4096
+    real = GroupTransport.carry
 
-    def carry(line: GroupLine, tensors: Any) -> int:
-        assert sum(each.nbytes for each in tensors) > 10 * group_line.PARCEL_BYTES or not tensors
-        Line.fill = Line.send = lambda *_: pytest.fail("by way of the host")  # type: ignore[method-assign]
+    def carry(line: GroupTransport, tensors: Any) -> int:
+        assert sum(each.nbytes for each in tensors) > 10 * group_transport.PARCEL_BYTES or not tensors
+        RankConnection.fill = RankConnection.send = lambda *_: pytest.fail("by way of the host")  # type: ignore[method-assign]
         try:
             return real(line, tensors)
         finally:
-            Line.fill, Line.send = fill, send  # type: ignore[method-assign]
+            RankConnection.fill, RankConnection.send = fill, send  # type: ignore[method-assign]
 
-    fill, send = Line.fill, Line.send
-    GroupLine.carry = carry  # type: ignore[method-assign]
+    fill, send = RankConnection.fill, RankConnection.send
+    GroupTransport.carry = carry  # type: ignore[method-assign]
     return work(meeting)
 
 
@@ -153,7 +153,7 @@ def _exchange(meeting: Meeting) -> Any:
     own, expected = _state(rank + 1), _leaves(_state(2))
     places = {path: each.data_ptr() for path, each in _leaves(own).items() if isinstance(each, torch.Tensor)}
     called: list[int] = []
-    told = share(rank + 4, meeting, lambda: own, lambda: called.append(1))
+    told = transfer_state(rank + 4, meeting, lambda: own, lambda: called.append(1))
     if rank == 1:
         return told is None and not called
     assert told is not None
@@ -178,7 +178,7 @@ def test_tensors_of_all_kinds_arrive_in_place(way: Any) -> None:
 def _to_a_newcomer(meeting: Meeting) -> Any:
     rank = meeting.rank
     own = _state(2) if rank == 1 else {"model": {"half": torch.zeros(2)}, "optimizer": {}}
-    told = share(4 if rank == 1 else NEW, meeting, lambda: own, lambda: None)
+    told = transfer_state(4 if rank == 1 else NEW, meeting, lambda: own, lambda: None)
     if rank == 1:
         return told is None
     found, expected = _leaves(told), _leaves(_state(2))
@@ -197,9 +197,9 @@ def test_who_lacks_parts_gets_them(way: Any) -> None:
 def _to_one_with_spare_memory(meeting: Meeting) -> Any:
     moments = {name: torch.full((5, 3), float(value)) for name, value in zip("abcde", range(5), strict=True)}
     own: dict[str, Any] = {"moments": {} if meeting.rank else moments}
-    spare = Spare([torch.zeros(5, 3), torch.zeros(2)])
+    spare = SpareTensors([torch.zeros(5, 3), torch.zeros(2)])
     ready = {each.data_ptr() for each in spare._tensors[torch.Size((5, 3)), torch.float32]}
-    told = share(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None, spare)
+    told = transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None, spare)
     if told is None:
         return True
     found = told["moments"]
@@ -215,16 +215,16 @@ def test_a_newcomer_receives_into_memory_that_it_has_touched() -> None:
 
 def _with_a_flipped_bit(meeting: Meeting) -> Any:
     if meeting.rank == 0:
-        received, real = [], Line.fill
+        received, real = [], RankConnection.fill
 
-        def fill(line: Line, room: Any) -> None:
+        def fill(line: RankConnection, room: Any) -> None:
             real(line, room)
             received.append(1)
             if len(received) == 4:
                 room[5] ^= 16
 
-        Line.fill = fill  # type: ignore[method-assign]
-    return str(share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
+        RankConnection.fill = fill  # type: ignore[method-assign]
+    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
 
 
 def test_a_flipped_bit_is_refused() -> None:
@@ -247,7 +247,7 @@ def _measured(meeting: Meeting) -> Any:
     own = {"weights": torch.full((LARGE // 4,), float(rank))}
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
     before = _peak_bytes()
-    told = share(1 if rank else NEW, meeting, lambda: own, lambda: None)
+    told = transfer_state(1 if rank else NEW, meeting, lambda: own, lambda: None)
     more = _peak_bytes() - before
     if told is not None:
         assert told["weights"].data_ptr() == own["weights"].data_ptr()
@@ -263,23 +263,23 @@ def test_a_receiver_needs_no_second_copy() -> None:
 
 def _in_the_middle(what: Callable[[], Any]) -> None:
     """Have `what` happen when a part of the large tensor has been sent."""
-    real = Line.send
+    real = RankConnection.send
 
-    def send(line: Line, data: Any) -> None:
+    def send(line: RankConnection, data: Any) -> None:
         if len(data) < state_transfer.PIECE_BYTES:
             return real(line, data)
         real(line, data[:1000])
         what()
         return real(line, data[1000:])
 
-    Line.send = send  # type: ignore[method-assign]
+    RankConnection.send = send  # type: ignore[method-assign]
 
 
 def _keeps_its_own(meeting: Meeting, number: int) -> bool:
     """Whether a rank with a whole state has it still after a transfer that fails."""
     own, called = _state(number), []
     with pytest.raises(dist.DistNetworkError, match="the state of another rank has not come through"):
-        share(7, meeting, lambda: own, lambda: called.append(1))
+        transfer_state(7, meeting, lambda: own, lambda: called.append(1))
     expected, found = _leaves(_state(number)), _leaves(own)
     tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
     return not called and all(torch.equal(found[path], expected[path]) for path in tensors)
@@ -289,7 +289,7 @@ def _sender_is_lost(meeting: Meeting, number: int) -> Any:
     if meeting.rank < 2:
         return _keeps_its_own(meeting, meeting.rank)
     _in_the_middle(lambda: os.kill(os.getpid(), number))
-    share(8, meeting, lambda: _state(2), lambda: None)
+    transfer_state(8, meeting, lambda: _state(2), lambda: None)
     return "sent"
 
 
@@ -302,9 +302,9 @@ def test_a_sender_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, nu
 
 def _receiver_is_lost(meeting: Meeting, number: int) -> Any:
     if meeting.rank == 1:
-        Line.fill = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
+        RankConnection.fill = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
     own = {"weights": torch.ones(LARGE // 4)}
-    return str(share(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None))
+    return str(transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -318,11 +318,11 @@ def test_a_receiver_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, 
 def _overtaken(meeting: Meeting) -> Any:
     if meeting.rank == 1:
         _in_the_middle(lambda: (meeting.gather("the middle", ""), time.sleep(600)))
-        return share(1, meeting, lambda: _state(1), lambda: None)
+        return transfer_state(1, meeting, lambda: _state(1), lambda: None)
     begun = threading.Event()
     threading.Thread(target=lambda: (meeting.gather("the middle", ""), begun.set()), daemon=True).start()
     with pytest.raises(Overtaken):
-        share(0, replace(meeting, over=begun.is_set), lambda: _state(0), lambda: None)
+        transfer_state(0, replace(meeting, over=begun.is_set), lambda: _state(0), lambda: None)
     return True
 
 
@@ -345,7 +345,7 @@ def _strangers(meeting: Meeting) -> Any:
             return listens[0]
 
         socket.create_server = create_server
-    told = share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)
+    told = transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)
     return told is None or told["text"]
 
 
@@ -355,7 +355,7 @@ def test_strangers_get_nothing() -> None:
 
 
 def _nobody(meeting: Meeting) -> Any:
-    return share(NEW, meeting, dict, lambda: None)
+    return transfer_state(NEW, meeting, dict, lambda: None)
 
 
 def test_without_a_state_all_are_told() -> None:
@@ -398,7 +398,7 @@ def test_values_travel_as_they_are_saved() -> None:
 
 def test_parcels_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors share one, a large one goes through several, nothing is sent for an empty one."""
-    monkeypatch.setattr(group_line, "PARCEL_BYTES", 16)
+    monkeypatch.setattr(group_transport, "PARCEL_BYTES", 16)
     tensors = [torch.arange(3, dtype=torch.int16), torch.empty(0), torch.tensor(7.0), torch.arange(5).double()]
     found = [[each.numel() for each in parcel] for parcel in parcels(tensors)]
     assert found == [[6, 4, 6], [16], [16], [2]]
@@ -409,19 +409,19 @@ def test_parcels_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _with_a_flipped_bit_in_the_group(meeting: Meeting) -> Any:
     if meeting.rank == 0:
-        real = GroupLine._move
+        real = GroupTransport._move
 
-        def move(line: GroupLine, into: torch.Tensor | None, filled: torch.Tensor | None) -> None:
+        def move(line: GroupTransport, into: torch.Tensor | None, filled: torch.Tensor | None) -> None:
             real(line, into, filled)
             if into is not None:
                 into[5] ^= 16
 
-        GroupLine._move = move  # type: ignore[method-assign]
+        GroupTransport._move = move  # type: ignore[method-assign]
     return _with_its_own(meeting)
 
 
 def _with_its_own(meeting: Meeting) -> str:
-    return str(share(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
+    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
 
 
 def test_a_bit_that_the_group_flips_is_refused() -> None:
@@ -433,7 +433,7 @@ def test_a_bit_that_the_group_flips_is_refused() -> None:
 
 def _sender_of_the_group_is_lost(meeting: Meeting) -> Any:
     if meeting.rank == 1:
-        real = GroupLine._move
+        real = GroupTransport._move
         moved: list[int] = []
 
         def move(*args: Any) -> None:
@@ -442,11 +442,11 @@ def _sender_of_the_group_is_lost(meeting: Meeting) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             real(*args)
 
-        GroupLine._move = move  # type: ignore[method-assign]
-        return share(8, meeting, lambda: _state(2), lambda: None)
+        GroupTransport._move = move  # type: ignore[method-assign]
+        return transfer_state(8, meeting, lambda: _state(2), lambda: None)
     own, called = _state(0), []
     with pytest.raises(RuntimeError):
-        share(7, meeting, lambda: own, lambda: called.append(1))
+        transfer_state(7, meeting, lambda: own, lambda: called.append(1))
     expected = _leaves(_state(0))
     found = _leaves(own)
     return not called and all(torch.equal(found[k], v) for k, v in expected.items() if isinstance(v, torch.Tensor))
@@ -457,9 +457,9 @@ def test_a_sender_in_the_group_that_is_lost_in_the_middle() -> None:
     assert ranks(partial(by_group, _sender_of_the_group_is_lost), dead=1) == [True]
 
 
-def _line(events: list[list[bool]], over: list[bool]) -> GroupLine:
+def _line(events: list[list[bool]], over: list[bool]) -> GroupTransport:
     """A line with so many parcels under way; each answers whether it is done, and the last answer stands."""
-    line = GroupLine(torch.device("cpu"), 0, None, 0.2, lambda: over.pop(0) if len(over) > 1 else over[0])
+    line = GroupTransport(torch.device("cpu"), 0, None, 0.2, lambda: over.pop(0) if len(over) > 1 else over[0])
     for answers in events:
         query = lambda answers=answers: answers.pop(0) if len(answers) > 1 else answers[0]  # noqa: E731
         line._under_way.append(SimpleNamespace(query=query))  # type: ignore[arg-type]
@@ -484,12 +484,12 @@ def test_another_generation_ends_a_wait_for_a_gpu(*, done: bool, over: list[bool
 
 def test_only_nccl_carries_tensors_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not without a group, and not with gloo, which brings tensors of a GPU to the host for each send."""
-    assert group_line.device() is None
+    assert group_transport.device() is None
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for backend, expected in (("gloo", None), ("nccl", torch.device("cuda", 3))):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        assert group_line.device() == expected
-    line = GroupLine(torch.device("cuda", 3), 0, None, 1.0, lambda: False)
+        assert group_transport.device() == expected
+    line = GroupTransport(torch.device("cuda", 3), 0, None, 1.0, lambda: False)
     assert not line.carries(torch.zeros(1)), "an optimizer counts its steps on the host"
     assert line.carries(SimpleNamespace(device=torch.device("cuda", 1)))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ REFUSED = [
     ("best", 0.5, "state_dict() and load_state_dict()"),
     # Its constructor needs a process group, which does not matter here.
     ("optimizer", object.__new__(ZeroRedundancyOptimizer), "Use the optimizer that it wraps"),
-    (stateful.OURS, OPTIMIZER, "Use another one"),
+    (stateful.LOOP_KEY, OPTIMIZER, "Use another one"),
 ]
 
 

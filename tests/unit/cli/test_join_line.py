@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.store_discovery import Meeting, how_to_join
+from elasticrt.agent.store_discovery import OpenStore, how_to_join
 from elasticrt.cli import run
 from elasticrt.cli.configure import configure
 from elasticrt.cli.main import build_parser
@@ -60,7 +60,7 @@ def _line(settings: Settings, spec: RunSpec) -> list[str]:
     """The words behind `elasticrt run` of the first line to paste."""
     here = Address("http", "127.0.0.1", 4242)
     served = None if settings.etcd else EmbeddedServer(here, 1, 1)
-    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served, "127.0.0.1")
+    meeting = OpenStore(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served, "127.0.0.1")
     line = next(line for line in how_to_join(settings, spec, meeting) if line.startswith("join from"))
     words = shlex.split(line.partition(" machine: ")[2])
     assert words[:2] == ["elasticrt", "run"]
@@ -135,7 +135,7 @@ def test_where_it_leads(argv: list[str], env: dict[str, str], words: list[str]) 
 def test_from_where_it_can_be_reached(etcd: str, whence: str) -> None:
     """A socket or a port on loopback brings nodes of this machine only."""
     settings, spec = _agent("--nnodes=1:3", f"--etcd={etcd}", "--insecure-etcd", "train.py")
-    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd, None, "127.0.0.1")
+    meeting = OpenStore(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd, None, "127.0.0.1")
     (line,) = how_to_join(settings, spec, meeting)
     assert line.startswith(f"join from {whence} machine: elasticrt run --etcd ")
 

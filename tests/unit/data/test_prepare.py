@@ -16,7 +16,7 @@ import pytest
 
 from elasticrt import ConfigError, PreparationError, prepare
 from elasticrt.data.prepare import RECORD, ClaimRight, LockRight
-from elasticrt.ipc.messages import Built, Claim, Reply
+from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply
 from elasticrt.ipc.status_page import StatusPage
 from tests.fake_worker import Agent, under
 
@@ -294,10 +294,10 @@ def answers(*replies):
     queue = list(replies)
 
     def answer(message):
-        if isinstance(message, Claim) and queue:
+        if isinstance(message, ClaimBuild) and queue:
             refusal, reason = queue.pop(0)
             return Reply(message.request, ok=not refusal, reason=reason, refusal=refusal)
-        refusal = "wait" if isinstance(message, Claim) else ""
+        refusal = "wait" if isinstance(message, ClaimBuild) else ""
         return Reply(message.request, ok=not refusal, reason="nobody", refusal=refusal)
 
     return answer
@@ -310,8 +310,8 @@ def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     build = Builder()
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", build, scope="shared")
-        (published,) = agent.of(Built)
-        assert len(agent.of(Claim)) == 3
+        (published,) = agent.of(BuildDone)
+        assert len(agent.of(ClaimBuild)) == 3
         assert published.name.startswith("data-")
     assert build.calls == 1
     assert path.is_dir()
@@ -368,7 +368,7 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     build = Builder()
     with under(agent, monkeypatch):
         prepare(tmp_path / "data", build, scope="shared")
-        assert len(agent.of(Claim)) == 5
+        assert len(agent.of(ClaimBuild)) == 5
     assert build.calls == 1
 
 
@@ -391,7 +391,7 @@ def test_shared_build_by_another_node(tmp_path, monkeypatch):
     agent = Agent()
 
     def answer(message):
-        if len(agent.of(Claim)) == 3:
+        if len(agent.of(ClaimBuild)) == 3:
             prepare(tmp_path / "data", build)
             return Reply(message.request, ok=False, refusal="done")
         return Reply(message.request, ok=False, reason="node b", refusal="wait")
@@ -415,7 +415,7 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
     with under(agent, monkeypatch):
         with pytest.raises(PreparationError, match="no such corpus"):
             prepare(tmp_path / "data", raising, scope="shared")
-        (failed,) = agent.of(Built)
+        (failed,) = agent.of(BuildDone)
         assert "no such corpus" in failed.error
     assert names(tmp_path) == []
 
@@ -433,7 +433,7 @@ def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     agent = Agent(answer=answers(("", ""), ("done", ""), ("done", "")))
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", slow, scope="shared")
-        assert agent.of(Built) == []
+        assert agent.of(BuildDone) == []
     assert not (path / "whose").exists()
     assert names(tmp_path) == [".data.lock", "data"], "its workshop is gone as well"
 

@@ -15,7 +15,7 @@ import pytest
 
 from elasticrt import ConfigError
 from elasticrt.distributed import agent_client
-from elasticrt.ipc.messages import Claim, Done, Look, Release, Reply, Step
+from elasticrt.ipc.messages import ClaimBuild, Release, Reply, ScriptDone, ShowStack, Step
 from elasticrt.ipc.status_page import STACK_BEGINS, StatusPage
 from elasticrt.liveness import stacks
 from elasticrt.liveness.stacks import Stacks
@@ -31,7 +31,7 @@ def step(number: int) -> Step:
 def test_no_agent_no_link():
     """Without an agent's variables there is no place and no link, and the status page is nobody else's."""
     forget()
-    assert (agent_client.worker_env().has_agent, agent_client.agent_link().linked) == (False, False)
+    assert (agent_client.worker_env().has_agent, agent_client.agent_link().has_agent) == (False, False)
     assert not any(bytes(agent_client.status_page()))
 
 
@@ -51,7 +51,7 @@ def test_answers_find_their_requests(monkeypatch):
         got = {}
 
         def ask(name):
-            got[name] = mine.request(lambda number: Claim(number, name, "1"), 10).reason
+            got[name] = mine.request(lambda number: ClaimBuild(number, name, "1"), 10).reason
 
         threads = [threading.Thread(target=ask, args=(str(i),)) for i in range(8)]
         for thread in threads:
@@ -65,7 +65,7 @@ def test_no_answer_is_none_in_time(monkeypatch):
     """The wait for an answer has an end."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        assert agent_client.agent_link().request(lambda number: Claim(number, "x", "1"), 0.05) is None
+        assert agent_client.agent_link().request(lambda number: ClaimBuild(number, "x", "1"), 0.05) is None
 
 
 def test_reports_never_wait(monkeypatch):
@@ -73,7 +73,7 @@ def test_reports_never_wait(monkeypatch):
     agent = Agent(answer=lambda message: time.sleep(0.5))
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
-        sent = [mine.post(step(i)) for i in range(20_000)]
+        sent = [mine.try_send(step(i)) for i in range(20_000)]
         assert sent[0]
         assert not all(sent)
 
@@ -83,19 +83,21 @@ def test_the_end_of_the_agent_ends_every_wait(monkeypatch):
     agent = Agent(answer=lambda message: agent.close())
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
-        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1"), 10).reason
-        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1"), 0).reason
-        assert not mine.post(step(1))
-        mine.linger(0, 60, lambda: None)
+        assert "the agent is gone" in mine.request(lambda number: ClaimBuild(number, "x", "1"), 10).reason
+        assert "the agent is gone" in mine.request(lambda number: ClaimBuild(number, "x", "1"), 0).reason
+        assert not mine.try_send(step(1))
+        mine.wait_for_release(0, 60, lambda: None)
 
 
 def test_the_end_of_the_agent_ends_the_lingering(monkeypatch):
     """A01: who waits for the others of its group, whose store it holds, does not wait for an agent that has died."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        lingering = threading.Thread(target=agent_client.agent_link().linger, args=(0, 60, lambda: None), daemon=True)
+        lingering = threading.Thread(
+            target=agent_client.agent_link().wait_for_release, args=(0, 60, lambda: None), daemon=True
+        )
         lingering.start()
-        wait_until(lambda: agent.of(Done), "it lingers")
+        wait_until(lambda: agent.of(ScriptDone), "it lingers")
         agent.close()
         lingering.join(20)
         assert not lingering.is_alive()
@@ -108,8 +110,8 @@ def test_a_forked_child_keeps_out(monkeypatch):
         mine = agent_client.agent_link()
         child = os.fork()
         if child == 0:
-            reply = mine.request(lambda number: Claim(number, "x", "1"), 0)
-            os._exit(0 if reply is not None and not reply.ok and not mine.post(step(1)) else 1)
+            reply = mine.request(lambda number: ClaimBuild(number, "x", "1"), 0)
+            os._exit(0 if reply is not None and not reply.ok and not mine.try_send(step(1)) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert agent.messages == []
 
@@ -118,14 +120,14 @@ def test_lingers_until_released(monkeypatch):
     """The worker that hosts the group's store says it is done, and ends when told to."""
 
     def answer(message):
-        if isinstance(message, Done):
+        if isinstance(message, ScriptDone):
             agent.channel.send(Release())
 
     agent = Agent(answer=answer)
     with under(agent, monkeypatch):
         late = []
-        agent_client.agent_link().linger(0, 60, lambda: late.append("called"))
-        assert agent.of(Done) == [Done(0)]
+        agent_client.agent_link().wait_for_release(0, 60, lambda: late.append("called"))
+        assert agent.of(ScriptDone) == [ScriptDone(0)]
         assert not late
 
 
@@ -133,8 +135,8 @@ def test_the_wait_for_release_may_take_long(monkeypatch):
     """Whoever waits for this process in a collective is told after some time; the wait goes on."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        agent_client.agent_link().linger(0, 0.01, lambda: agent.channel.send(Release()))
-        assert agent.of(Done) == [Done(0)]
+        agent_client.agent_link().wait_for_release(0, 0.01, lambda: agent.channel.send(Release()))
+        assert agent.of(ScriptDone) == [ScriptDone(0)]
 
 
 def test_malformed_environment(monkeypatch):
@@ -185,7 +187,7 @@ def test_thousands_of_looks_at_its_stack_harm_no_process(monkeypatch):
         child, page = of_child(page_fd, work), StatusPage(page_fd)
         try:
             for _ in range(3000):
-                agent.channel.send(Look())
+                agent.channel.send(ShowStack())
             wait_until(lambda: page.looks == 3000, "its stacks")
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
         finally:
@@ -217,7 +219,7 @@ def test_stacks_are_taken_by_a_signal_only_where_the_interpreter_hangs(monkeypat
         workers = {3: (child, StatusPage(page_fd))}
         blank = Stacks("stalled", 1, 5, 3.0, False)
         try:
-            stacks.take(workers, lambda: agent.channel.send(Look()), send, found.put, blank)
+            stacks.take(workers, lambda: agent.channel.send(ShowStack()), send, found.put, blank)
             taken = found.get(timeout=30)
         finally:
             os.kill(child, signal.SIGKILL)

@@ -85,13 +85,13 @@ def test_a_group_is_left_while_it_is_being_aborted(groups, monkeypatch: pytest.M
     dist.init_process_group("abortable", store=dist.HashStore(), rank=0, world_size=1)
     assert len(groups) == 3
     threads = list(regroup._aborts.values())
-    regroup.tidy()
+    regroup.release_retired()
     assert regroup._aborts
     assert regroup._retired
     Abortable.hang.set()
     for thread in threads:
         thread.join(30)
-    regroup.tidy()
+    regroup.release_retired()
     assert not regroup._aborts
     assert not regroup._retired
 
@@ -131,7 +131,7 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
 
         def synchronize() -> None:
             came = threading.Event()
-            link.follow(came.set)
+            link.call_on_seat(came.set)
             seat = agent_client.worker_env()
             assert seat is not None
             agent.channel.send(Reseat(replace(seat, generation=2).to_env()))

@@ -13,7 +13,7 @@ import gc
 import torch.distributed as dist
 from elasticrt.distributed import regroup as groups
 
-groups.keep()
+groups.keep_groups()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.new_group([0])
 known = {id(each) for each in dist.distributed_c10d._world.pg_map}
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import new_group
 from elasticrt.distributed import regroup as groups
 
-groups.keep()
+groups.keep_groups()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 groups.note_groups()
 ways = [
@@ -49,7 +49,7 @@ assert len(groups._kept) > len(ways)
 groups.RETIRED_S = 0.0
 deadline = time.monotonic() + 30
 while len(groups._kept) > 1 and time.monotonic() < deadline:
-    groups.tidy()
+    groups.release_retired()
 assert groups._kept == [dist.group.WORLD]
 """
 

@@ -63,7 +63,7 @@ def test_only_connections_of_the_block_are_cut() -> None:
     with ExitStack() as stack:
         sockets = GroupSockets()
         before = stack.enter_context(_connection())
-        with sockets.noted(2):
+        with sockets.noting_group(2):
             ours = stack.enter_context(_connection())
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             left, right = socket.socketpair()
@@ -82,7 +82,7 @@ def test_a_number_that_is_used_again_is_left_alone() -> None:
     """A descriptor of the group was closed, and the user's own connection has its number now: that is not cut."""
     sockets = GroupSockets()
     with ExitStack() as stack:
-        with sockets.noted(2), _connection() as (client, server):
+        with sockets.noting_group(2), _connection() as (client, server):
             numbers = {client.fileno(), server.fileno()}
             kept = stack.enter_context(_connection())
         again = stack.enter_context(_connection())
@@ -104,9 +104,9 @@ def test_a_group_that_fails_takes_nothing_of_the_scripts_with_it(known: bool, cu
     """It has closed the socket at which it listened; only where its addresses cannot be read all that is new is cut."""
     sockets = GroupSockets()
     with ExitStack() as stack:
-        with pytest.raises(ConnectionError), sockets.noted(2, hears=True):
+        with pytest.raises(ConnectionError), sockets.noting_group(2, stores_tell=True):
             with socket.create_server(("127.0.0.1", 0)) as listener:
-                sockets.hear([_stored(listener) if known else b"somewhere"])
+                sockets.note_addresses([_stored(listener) if known else b"somewhere"])
             own = stack.enter_context(_connection())
             raise ConnectionError
         sockets.cut()
@@ -118,7 +118,7 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
     sockets = GroupSockets()
     with ExitStack() as stack:
         thread = threading.Thread(target=sockets.cut)
-        with sockets.noted(2):
+        with sockets.noting_group(2):
             first = stack.enter_context(_connection())
             thread.start()
             assert first[0].recv(1) == b""  # It has been cut.
@@ -141,7 +141,7 @@ def test_a_group_of_nccl_in_the_making_waits_for_nobody_any_more() -> None:
 
     cuts = threading.Thread(target=sockets.cut)
     with socket.create_server(("127.0.0.1", 0)) as before:
-        with sockets.noted(2, "nccl"), socket.create_server(("127.0.0.1", 0)) as listener:
+        with sockets.noting_group(2, "nccl"), socket.create_server(("127.0.0.1", 0)) as listener:
             threading.Thread(target=wait, args=(listener,), daemon=True).start()
             cuts.start()
             assert failed.wait(10)
@@ -170,13 +170,13 @@ def test_a_group_that_was_left_is_let_go_of_later(monkeypatch: pytest.MonkeyPatc
     while not regroup.is_stuck() and time.monotonic() < deadline:  # The thread waits a moment after it has said so.
         pass
     assert regroup.is_stuck()
-    regroup.tidy()
+    regroup.release_retired()
     assert len(retired) == 3
     done.set()
     thread.join()
     deadline = time.monotonic() + 10
     while len(retired) == 3 and time.monotonic() < deadline:  # The kernel ends the thread a moment after its join.
-        regroup.tidy()
+        regroup.release_retired()
     assert len(retired) == 1
 
 
@@ -281,10 +281,10 @@ def test_the_newest_seat_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         cuts = threading.Semaphore(0)
 
         def on_seat() -> None:
-            seen.append((mine.overtaken, mine.has_seat))
+            seen.append((mine.is_overtaken, mine.has_seat))
             cuts.release()
 
-        mine.follow(on_seat)
+        mine.call_on_seat(on_seat)
         for generation in (2, 3):
             agent.channel.send(_reseat(generation))
             assert cuts.acquire(timeout=10)
@@ -294,7 +294,7 @@ def test_the_newest_seat_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             taken = mine.wait_for_seat()
         assert taken is not None
         assert (taken.generation, taken.rank) == (3, 1)
-        assert not mine.overtaken
+        assert not mine.is_overtaken
         assert not mine.has_seat
         assert [overtaken for overtaken, _ in seen] == [True, True]
 
@@ -305,14 +305,14 @@ def test_without_a_seat_there_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
         assert mine is not None
-        mine.follow(lambda: None)
+        mine.call_on_seat(lambda: None)
         agent.channel.send(Release())
         assert mine.wait_for_seat() is None
     agent = Agent()
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
         assert mine is not None
-        mine.follow(lambda: None)
+        mine.call_on_seat(lambda: None)
         agent.close()
         assert mine.wait_for_seat() is None
 
@@ -328,7 +328,7 @@ def test_a_new_reducer_leaves_finalizing_to_the_script(monkeypatch: pytest.Monke
         layer = DistributedDataParallel(nn.Linear(2, 1))
         layer.require_manual_backward_finalization = True
         for _ in range(2):
-            regroup.rebuild([(layer, regroup.exchanged(layer))])
+            regroup.rebuild([(layer, regroup.exchanged_parameters(layer))])
             layer(torch.ones(1, 2)).sum().backward()
             layer.finalize_backward()
         assert layer.module.weight.grad.tolist() == [[2, 2]]
@@ -345,7 +345,7 @@ def test_a_new_reducer_lies_in_the_memory_of_the_one_before(monkeypatch: pytest.
         layer = DistributedDataParallel(nn.Linear(4096, 2048))
         sizes = []
         for _ in range(6):
-            regroup.rebuild([(layer, regroup.exchanged(layer))])
+            regroup.rebuild([(layer, regroup.exchanged_parameters(layer))])
             layer.zero_grad()
             layer(torch.ones(1, 4096)).sum().backward()
             sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
@@ -452,7 +452,7 @@ for number in range(ROUNDS):
         pass
     cuts.join()
     regroup.leave()
-    regroup.tidy()
+    regroup.release_retired()
 os._exit(0 if rank else os.waitpid(-1, 0)[1])
 """
 
@@ -706,7 +706,7 @@ def test_a_hook_with_a_state_of_its_own_hinders(monkeypatch: pytest.MonkeyPatch)
         ):
             layer = DistributedDataParallel(nn.Linear(2, 1))
             layer.register_comm_hook(state, hook)
-            said = regroup.obstacle(layer, regroup.exchanged(layer), given)
+            said = regroup.rebuild_obstacle(layer, regroup.exchanged_parameters(layer), given)
             expected = "DDP has a communication hook with a state that was not given to the Loop"
             assert said == (expected if hinders else "")
     finally:

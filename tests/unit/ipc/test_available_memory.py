@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.ipc.cgroups import VERSIONS, available_bytes, room
+from elasticrt.ipc.cgroups import VERSIONS, available_bytes, free_bytes
 from tests.cgroups import DISK, ONE, limited_group, write_tree
 
 MIB, GIB = 2**20, 2**30
@@ -50,7 +50,7 @@ UNLIMITED = str(0x7FFFFFFFFFFFF000)
 )
 def test_room_is_the_limit_less_what_cannot_be_dropped(names: object, files: dict[str, str], expected: object) -> None:
     """Cached files that nobody uses are free memory; what a file does not say is no limit."""
-    assert room(files, names) == expected  # type: ignore[arg-type]  # One of VERSIONS' values.
+    assert free_bytes(files, names) == expected  # type: ignore[arg-type]  # One of VERSIONS' values.
 
 
 @pytest.mark.parametrize(

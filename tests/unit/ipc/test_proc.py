@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from elasticrt.ipc.proc import end_in, ends_of, is_dying, machine, start_of, stat
+from elasticrt.ipc.proc import is_dying, machine, start_of, stat, tcp_address_in, tcp_addresses_of
 
 NAMED = "open('/proc/self/comm', 'w').write('a) Z 1 (b'); print(flush=True); input()"
 
@@ -49,12 +49,12 @@ def test_a_machine_has_one_monotonic_clock() -> None:
 def test_where_a_socket_still_connects_to() -> None:
     """The address of a peer that does not answer is known as well; a socket that listens has its own alone."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        (address,) = ends_of(listener.fileno())
-        assert end_in(address + bytes(8)) == address == end_in(address)
-        assert end_in(address[:-1]) == end_in(b"") == b""
+        (address,) = tcp_addresses_of(listener.fileno())
+        assert tcp_address_in(address + bytes(8)) == address == tcp_address_in(address)
+        assert tcp_address_in(address[:-1]) == tcp_address_in(b"") == b""
         with socket.create_connection(listener.getsockname()) as first, socket.socket() as second:
-            assert ends_of(first.fileno())[1] == address
+            assert tcp_addresses_of(first.fileno())[1] == address
             second.setblocking(False)
             second.connect_ex(listener.getsockname())  # The kernel answers nobody while the queue is full.
-            assert ends_of(second.fileno())[1] == address
-    assert ends_of(listener.fileno()) == []
+            assert tcp_addresses_of(second.fileno())[1] == address
+    assert tcp_addresses_of(listener.fileno()) == []

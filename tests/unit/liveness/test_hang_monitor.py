@@ -24,8 +24,8 @@ from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, Statu
 from elasticrt.liveness.culprit import Position
 from elasticrt.liveness.culprit_search import positions_in
 from elasticrt.liveness.hang_monitor import HangMonitor, where
-from elasticrt.liveness.stacks import Answer, Stacks, main_thread
-from elasticrt.liveness.stall_detector import Idle, Stopped
+from elasticrt.liveness.stacks import StackAnswer, Stacks, main_thread
+from elasticrt.liveness.stall_detector import IdleWorkers, StoppedWorkers
 from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.group_state import GroupState
@@ -54,10 +54,10 @@ def monitor_of_one(
     usual = {
         "say": lambda _: None,
         "put": lambda _: None,
-        "group": SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page),
+        "group": SimpleNamespace(ask_for_stacks=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page),
         "state": lambda: in_generation_2(rank),
-        "look": lambda: [page],
-        "take": lambda *_: None,
+        "pages": lambda: [page],
+        "take_stacks": lambda *_: None,
         "state_of": lambda _: "S",
         "cpu_s": cpu_s,
     }
@@ -81,11 +81,11 @@ def in_generation_2(rank: int = 0) -> GroupState:
 )
 def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
     """It is said after 5 s, and too long counts from the last work that it did."""
-    waiting, said, over = Idle(0.0, 0.0, 0.0), None, None
+    waiting, said, over = IdleWorkers(0.0, 0.0, 0.0), None, None
     for at, used in enumerate(used_s):
         waiting = waiting.looked(used, float(at), limit_s)
-        said = at if said is None and waiting.said else said
-        over = at if over is None and waiting.over else over
+        said = at if said is None and waiting.is_reported else said
+        over = at if over is None and waiting.is_over else over
     assert (said, over) == (said_at, over_at)
 
 
@@ -99,7 +99,7 @@ def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
 )
 def test_a_stopped_worker_is_given_up(until, away_s, over_at):
     """W08: one that is stopped at 2 s is given up a second later."""
-    seen, found = Stopped(), []
+    seen, found = StoppedWorkers(), []
     for tick in range(1, 200):
         at = tick / 10
         now = at + (away_s if at > 2.5 else 0.0)
@@ -134,9 +134,9 @@ def test_an_answer_begins_with_a_stack_although_the_one_before_was_being_written
     text = f'{STACK_BEGINS}\n  File "a.py", line 1 in stuck\n  File "a.py", line 9 in <module>\n'.encode()
     for before in (text, text[: len(text) // 2]):
         page = SimpleNamespace(text=lambda before=before: before, looks=1)
-        answer = Answer(os.getpid(), page)
+        answer = StackAnswer(os.getpid(), page)
         page.text = lambda: 2 * text
-        assert [answer.whole() for _ in range(2)] == [False, True]
+        assert [answer.is_complete() for _ in range(2)] == [False, True]
         found = answer.lines()
         assert main_thread(found)[0] == '  File "a.py", line 1 in stuck'
         assert len(found) == 3
@@ -173,33 +173,33 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
         stacks.put(replace(blank, lines={0: (line,)}))
 
     page = StatusPage(StatusPage.create())
-    monitor, kept = monitor_of_one(tmp_path, page, put=stacks.put, take=take)
+    monitor, kept = monitor_of_one(tmp_path, page, put=stacks.put, take_stacks=take)
     page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
     page.entered, page.stepping = 6, 1
     others = {"n1": {"workers": [WAITS]}}
 
     monitor.search.look_closer(time.monotonic(), ask_s=[0.0])
-    monitor.search.placed(stacks.get(timeout=10))
+    monitor.search.note_positions(stacks.get(timeout=10))
     assert monitor.search.is_to_ask(time.monotonic(), first=True)
     later = time.monotonic() + 1
-    monitor.search.look_at_waits(later)
+    monitor.search.renew_answer(later)
     for _ in range(2):
-        monitor.search.blame(later, {"n0": "", "n1": ""}, others, {})
+        monitor.search.find_culprit(later, {"n0": "", "n1": ""}, others, {})
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
 
-    monitor.search.look_at_waits(later)
+    monitor.search.renew_answer(later)
     found = kept.pop()
-    answer = json.loads(json.dumps(monitor.search.said))
+    answer = json.loads(json.dumps(monitor.search.answer))
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
-        monitor.search.hear(later, said)
+        monitor.search.adopt_finding(later, said)
     assert kept == [], "this node has said so itself"
     monitor.began(0.0)
     monitor.search.look_closer(time.monotonic(), ask_s=[4.5])
-    monitor.search.placed(stacks.get(timeout=10))
-    monitor.search.hear(later, answer)
-    monitor.search.look_at_waits(later)
-    assert json.loads(json.dumps(monitor.search.said))["culprit"] == answer["culprit"]
+    monitor.search.note_positions(stacks.get(timeout=10))
+    monitor.search.adopt_finding(later, answer)
+    monitor.search.renew_answer(later)
+    assert json.loads(json.dumps(monitor.search.answer))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
 
@@ -213,7 +213,7 @@ def monitor_of_one_that_is_stuck(
     def take(_workers: object, _look: object, _signal: object, put: Callable[[Stacks], None], blank: Stacks) -> None:
         put(replace(blank, lines={0: tuple(lines)}))
 
-    monitor, kept = monitor_of_one(directory, page, put=found.put, take=take, **parts)
+    monitor, kept = monitor_of_one(directory, page, put=found.put, take_stacks=take, **parts)
     return monitor, found, kept
 
 
@@ -236,12 +236,12 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
     began = time.monotonic()
     monitor.search.look_closer(began, ask_s=[0.0, 2.0])
-    monitor.search.placed(found.get(timeout=10))
+    monitor.search.note_positions(found.get(timeout=10))
     waits = {"workers": [WAITS]}
     named = []
     for asked_at, others in ((0.0, {"n1": waits}), (0.0, {"n1": waits, "n2": {"workers": []}}), (2.0, {"n1": waits})):
         monitor.search.is_to_ask(began + asked_at, first=True)
-        monitor.search.blame(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
+        monitor.search.find_culprit(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
 
@@ -253,10 +253,10 @@ def test_a_node_that_nobody_else_would_name_is_named_at_the_first_question(tmp_p
     page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
     began = time.monotonic()
     monitor.search.look_closer(began, ask_s=[0.0, 2.0])
-    monitor.search.placed(found.get(timeout=10))
+    monitor.search.note_positions(found.get(timeout=10))
     monitor.search.is_to_ask(began, first=False)
     for last in (False, True):
-        monitor.search.blame(began, {"n0": "", "n1": ""}, {}, {}, last=last)
+        monitor.search.find_culprit(began, {"n0": "", "n1": ""}, {}, {}, last=last)
     assert [each.nodes for each in kept] == [("n1",)]
 
 
@@ -284,9 +284,9 @@ def test_steps_that_go_on_after_a_hang_are_told(tmp_path: Path, entered: int) ->
         step(number, at)
         monitor.search.look_closer(max(began, at), ask_s=[0.0])
         if number == 5:
-            monitor.search.placed(found.get(timeout=10))
+            monitor.search.note_positions(found.get(timeout=10))
             assert monitor.search.is_to_ask(began, first=True)
-            monitor.search.blame(began, {"n0": "", "n1": ""}, {"n1": waits}, {})
+            monitor.search.find_culprit(began, {"n0": "", "n1": ""}, {"n1": waits}, {})
     assert [type(each) for each in kept] == [events.Culprit, events.GoesOn]
     assert kept[1] == events.GoesOn(2, 5)
     assert said[1:] == ["the steps go on: none was made for 12 s after step 5"]
@@ -299,9 +299,9 @@ def test_a_stand_is_told_whole(tmp_path: Path, within: bool) -> None:
     monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page, say=said.append)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, int((began - 4) * 1e9), 5 + within, 1
     monitor.search.look_closer(began, ask_s=[0.0])
-    monitor.search.placed(found.get(timeout=10))
+    monitor.search.note_positions(found.get(timeout=10))
     assert monitor.search.is_to_ask(began, first=True)
-    monitor.search.blame(began, {"n0": "", "n1": ""}, {"n1": {"workers": [WAITS]}}, {})
+    monitor.search.find_culprit(began, {"n0": "", "n1": ""}, {"n1": {"workers": [WAITS]}}, {})
     if within:
         page.beats, page.beat_at_ns = 6, int((began + 7.9) * 1e9)
         monitor.search.look_closer(began + 7.95, ask_s=[])
@@ -330,9 +330,9 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
     for looked_at in (now, now + 10):
         monitor.steps.look(looked_at, held=False)
         monitor.search.look_closer(looked_at, ask_s=[0.0])
-        monitor.search.placed(found.get(timeout=10))
+        monitor.search.note_positions(found.get(timeout=10))
         assert monitor.search.is_to_ask(looked_at, first=True)
-        monitor.search.blame(looked_at, {"n0": ""}, {}, {})
+        monitor.search.find_culprit(looked_at, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
 
@@ -360,19 +360,19 @@ def test_who_is_lost_is_told_where_no_other_group_can_be_agreed(
     for at in (now + 2, now + 3):
         monitor.search.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
         asked.append(monitor.search.is_to_ask(at, first=False))
-    monitor.search.blame(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
+    monitor.search.find_culprit(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
     reason = f"{who}, and no other group can be agreed: etcd does not answer"
     assert asked == [False, True]
     assert said == [f"no step for 6 s after step 5: {reason}"]
     assert [(each.age_s, each.unagreed_s, each.reason) for each in kept] == [(6.0, 4.0, reason)]
-    monitor.search.look_at_waits(now + 4)
-    answer = json.loads(json.dumps(monitor.search.said))
+    monitor.search.renew_answer(now + 4)
+    answer = json.loads(json.dumps(monitor.search.answer))
     monitor.began(now)
     monitor.search.look_for_agreement(now + 5, now, "etcd does not answer", ask_s=[0.0])
-    monitor.search.hear(now + 5, answer)
+    monitor.search.adopt_finding(now + 5, answer)
     assert kept[1].reason == reason
     monitor.search.look_for_agreement(now + 6, now, "", ask_s=[0.0])
-    monitor.search.blame(now + 6, {"n0": "", "n1": ""}, {}, {})
+    monitor.search.find_culprit(now + 6, {"n0": "", "n1": ""}, {}, {})
     assert len(kept) == 2
 
 
@@ -387,7 +387,7 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
             monitor.steps.look(1000.0 + step / 4, held=False)
         pages[0].waited_ns += 200_000_000 if look <= 6 else 2_000_000
         pages[0].waits += 1
-        monitor.search.look_at_waits(1000.0 + 25 * look)
+        monitor.search.renew_answer(1000.0 + 25 * look)
         monitor.search.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
 
@@ -398,8 +398,8 @@ def test_where_a_worker_has_ended_the_pages_of_others_stay_theirs(tmp_path: Path
     page.waited_ns, page.waits = 7, 1
     one_left = GroupState(2, running=True, seated=frozenset([1]), ranks={0: 4, 1: 5})
     monitor, _ = monitor_of_one(tmp_path, page, state=lambda: one_left)
-    monitor.search.look_at_waits(1.0)
-    assert monitor.search.said["waits"] == [[5, 7, 1]]
+    monitor.search.renew_answer(1.0)
+    assert monitor.search.answer["waits"] == [[5, 7, 1]]
 
 
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
     def take(_workers: object, _look: object, _signal: object, _put: object, blank: Stacks) -> None:
         kept.append(blank)
 
-    monitor, _ = monitor_of_one(tmp_path, page, hang_s=12.0, state_of=lambda _: "T", take=take)
+    monitor, _ = monitor_of_one(tmp_path, page, hang_s=12.0, state_of=lambda _: "T", take_stacks=take)
     page.entered, page.stepping = 119, FIRST_BATCH
     for tick in range(400):
         now = 100.0 + tick / 10

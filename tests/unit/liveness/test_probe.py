@@ -189,7 +189,9 @@ def test_lying_answers() -> None:
         stack.callback(prober.close)
         ports = [stack.enter_context(answering(functools.partial(_lie, text))) for text in LIES]
         generations: SimpleQueue[int] = SimpleQueue()
-        prober.listen([_seat(f"{99 + index:016x}", port) for index, port in enumerate(ports)], "run", generations.put)
+        prober.ask_for_generation(
+            [_seat(f"{99 + index:016x}", port) for index, port in enumerate(ports)], "run", generations.put
+        )
         assert {generations.get(timeout=30) for _ in ports} == {0}
         prober.ask(_seat(f"{index:016x}", port) for index, port in enumerate(ports))
         answers = dict(heard.get(timeout=30) for _ in ports)

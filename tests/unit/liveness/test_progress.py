@@ -36,7 +36,7 @@ def _pauses(*generations: int) -> list[float | None]:
         progress.began()
         progress.stepped(number, Step(2 * number, 0, number * SECOND, 2 * number - 1, True))
         page.finished(2 * number + 1, number * SECOND + SECOND // 2)
-        progress.remember()
+        progress.note_last_step()
         page.step_at_ns = 0
     return [each.pause_s for each in kept.found if isinstance(each, events.FirstStep)]
 
@@ -59,7 +59,7 @@ def test_the_phases_of_who_comes_back_begin_with_its_seat() -> None:
     progress.replaced(1)
     progress.stepped(1, Step(1, 0, SECOND, 0, True))
     clock.at = 2
-    progress.disturbed()
+    progress.generation_ending()
     clock.at = 40
     progress.replaced(3)
     progress.stepped(3, Step(9, 0, 41 * SECOND, 8, True))
@@ -76,7 +76,7 @@ def test_what_a_script_does_before_its_loop_is_no_restoring() -> None:
     page.init_at_ns, page.joined_at_ns, page.loop_at_ns, page.restored_at_ns = (at * SECOND for at in (3, 4, 19, 20))
     progress.stepped(1, Step(1, 0, 22 * SECOND, 0, True))
     page.finished(5, 30 * SECOND)
-    progress.remember()
+    progress.note_last_step()
     clock.at = 31
     progress.replaced(2)
     page.init_at_ns, page.joined_at_ns, page.loop_at_ns, page.restored_at_ns = (at * SECOND for at in (32, 33, 0, 34))
@@ -115,7 +115,7 @@ def test_a_pause_before_the_first_step_is_told_with_it(paused_s: int) -> None:
     page.pause_ns = paused_s * SECOND
     progress.stepped(1, Step(1, 0, 9 * SECOND, 0, True))
     assert [type(each) for each in kept.found[-2:]] == [events.Progress if paused_s else events.FirstStep, events.SetUp]
-    progress.tell_anew()
+    progress.look_and_write()
     told = [each.pause_s for each in kept.found if isinstance(each, events.Progress)]
     assert told == ([6.0, 0.0] if paused_s else [0.0])
 
@@ -128,11 +128,11 @@ def test_the_last_step_outlives_a_generation_without_one() -> None:
     progress.replaced(1)
     progress.stepped(1, Step(1, 0, SECOND, 0, True))
     page.finished(20, 2 * SECOND)
-    progress.remember()
+    progress.note_last_step()
     progress.replaced(2)
     page.step_at_ns, page.beat_at_ns = 0, 3 * SECOND  # The optimizer's step, in a step that is not finished.
-    progress.disturbed()
-    progress.remember()
+    progress.generation_ending()
+    progress.note_last_step()
     progress.replaced(3)
     progress.stepped(3, Step(6, 0, 4 * SECOND, 5, True))
     last = [each for each in kept.found if isinstance(each, events.FirstStep)][-1]
@@ -147,7 +147,7 @@ def test_who_does_not_know_claims_nothing() -> None:
         progress.replaced(number)
         progress.stepped(number, Step(10, 0, number * SECOND, 9, True))
         page.finished(40, number * SECOND + SECOND // 2)
-        progress.remember()
+        progress.note_last_step()
     assert [each.redone for each in kept.found if isinstance(each, events.FirstStep)] == [None, None]
 
 
@@ -160,7 +160,7 @@ def test_the_only_step_of_a_generation_is_no_pause() -> None:
     progress.started(1, SECOND)
     page.beat_at_ns = page.first_beat_at_ns = 2 * SECOND
     other.beat_at_ns = other.first_beat_at_ns = 3 * SECOND
-    progress.remember()
+    progress.note_last_step()
     progress.look(1, 4.0)
     assert [type(each) for each in kept.found if not isinstance(each, events.Progress)] == [events.SetUp]
 
@@ -199,15 +199,15 @@ def test_a_hang_is_none_of_the_agreement_on_a_handover(
     progress.stepped(1, Step(1, 0, SECOND // 2, 0, True))
     page.finished(7, SECOND)
     clock.at = 2
-    progress.disturbed()
+    progress.generation_ending()
     page.stop, page.go = 1, go
     page.finished(step, stepped_at * SECOND)
     if failed_at is not None:
         clock.at = failed_at
-        progress.disturbed()
+        progress.generation_ending()
     clock.at = 70
     progress.replaced(2)
-    progress.remember()
+    progress.note_last_step()
     page.stop = page.go = 0
     clock.at = 80
     progress.replaced(3)
@@ -226,8 +226,8 @@ def test_what_a_change_in_place_costs_those_that_let_others_in() -> None:
         progress.stepped(1, Step(1, 0, SECOND // 2, 0, True))
         page.finished(2, SECOND)
         clock.at = 2
-        progress.disturbed()
-        progress.remember()
+        progress.generation_ending()
+        progress.note_last_step()
         progress.replaced(2)
         if restarts:
             progress.started(2, 2 * SECOND + 1)

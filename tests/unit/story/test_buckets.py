@@ -257,8 +257,8 @@ def test_the_agent_and_the_report_say_the_same_goodput():
 def test_sums_reach_the_present_while_the_run_goes_on():
     """As long as its agents write; a run that fell silent has ended with its last event."""
     told = story(THREE_STEPS)
-    assert (told.present(10.0), told.present(100.0)) == (10.0, None)
-    assert story([*THREE_STEPS, (5.0, "a", events.Result("failed", 1, ""))]).present(5.5) is None
+    assert (told.now_if_running(10.0), told.now_if_running(100.0)) == (10.0, None)
+    assert story([*THREE_STEPS, (5.0, "a", events.Result("failed", 1, ""))]).now_if_running(5.5) is None
 
 
 def test_the_present_counts_while_a_node_lives():

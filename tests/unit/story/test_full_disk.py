@@ -12,7 +12,7 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import KEPT, EventLog, files, records
 from elasticrt.story.report import changes, paces, report
-from elasticrt.story.sentences import gap_told, state
+from elasticrt.story.sentences import missing_events, state
 from tests.full_disk import full_disk
 from tests.unit.story.told import THREE_STEPS, Entry, story
 
@@ -123,7 +123,7 @@ def test_an_end_that_could_not_be_written_is_not_known() -> None:
     """Of agents that are killed while their disk is full, neither an end nor unsaved steps are claimed."""
     told = story(DARK)
     for node in "ab":
-        told.killed(node)
+        told.note_killed(node)
     assert state(told).startswith("how it ended is not known, as a, b could not write that down: No space left on")
     assert "at least step 1 is saved" in state(told)
     assert "not saved" not in changes(told)
@@ -135,7 +135,7 @@ def test_a_run_whose_disk_is_full_does_not_stand_still() -> None:
     """While nothing is written, it is said since when, and not that there is no step."""
     told = story(DARK)
     assert "no step for" not in paces(told, 30.0)
-    assert told.present(50.0) == 50.0, "no word does not mean no life"
+    assert told.now_if_running(50.0) == 50.0, "no word does not mean no life"
 
 
 def test_a_gap_that_is_over_is_told_once() -> None:
@@ -143,6 +143,6 @@ def test_a_gap_that_is_over_is_told_once() -> None:
     over: list[Entry] = [(14.0, node, gap(4.0, missing, over=True)) for node, missing in (("a", 0), ("b", 7))]
     told = story([*DARK, *over, (20.0, "a", events.Result("succeeded", 0, "well"))])
     assert state(told) == "succeeded: well"
-    (missing,) = map(gap_told, told.gaps)
+    (missing,) = map(missing_events, told.gaps)
     assert missing == "events of b from 00:00:10 to 00:00:14 UTC are missing (7): No space left on device"
     assert report(told).count(missing) == 1

@@ -17,7 +17,7 @@ from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.report import as_object, report
-from elasticrt.story.sentences import cost, happened, made, state
+from elasticrt.story.sentences import cost, happened, state, steps_made
 from elasticrt.text import json_text
 from tests.unit.story.told import begun, started, story, warm, write
 
@@ -35,9 +35,9 @@ FIRST: list[Any] = [
 def test_a_node_that_comes_back_alone_waits() -> None:
     """L3: in every view, and its time is a wait: nobody trains whom it could stand by."""
     told = story([*FIRST, (40.0, "a", started(2)), (41.0, "a", warm())])
-    told.killed("b")
+    told.note_killed("b")
     now, said = 45.0, "waiting for nodes: 1 of at least 2 here"
-    assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
+    assert state(told, told.now_if_running(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
     nodes = {each["name"]: each["state"] for each in board(told, now)["nodes"]}
     assert nodes == {"a": "standing by", "b": "gone"}
     assert totals(told.spans_by_node(now)["a"])["waiting for nodes"] == pytest.approx(1.0 + 4.0)
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_was_passed_over_is_told() -> None:
     assert cost(told.chapters[-1]).startswith(
         "resumed after step 12, as the checkpoint of step 20 could not be used, first step after 1.00 s"
     )
-    assert (made(told), as_object(told)["step"], told.checkpoint) == (13, 13, 12)
+    assert (steps_made(told), as_object(told)["step"], told.checkpoint) == (13, 13, 12)
 
 
 def test_numbers_that_are_none_are_texts_in_json() -> None:
@@ -95,7 +95,7 @@ def test_a_file_without_its_first_lines_is_read(tmp_path: Path) -> None:
     path.write_bytes(b'{"v": 1, "event": "agent_st\n' + path.read_bytes().split(b"\n", 1)[1])
     (tmp_path / "cut" / "events-b.jsonl").unlink()
     told = run_dir.read(tmp_path / "cut")
-    assert (told.run_id, made(told), [life.node for life in told.lives]) == ("cut", 20, ["a"])
+    assert (told.run_id, steps_made(told), [life.node for life in told.lives]) == ("cut", 20, ["a"])
 
 
 def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
         begins = events.AgentStarted(process.pid, "calm-fox", "etcd", "runs/calm-fox", machine(), 1, 4)
         write(tmp_path, [(0.0, "a", begins), (1.0, "a", warm()), (2.0, "a", begun(1, "a", "start"))])
         alive = list[tuple[str, ...]]()
-        for number, (told, *_) in enumerate(run_dir.looks(tmp_path, lambda _: len(alive) == 3)):
+        for number, (told, *_) in enumerate(run_dir.follow(tmp_path, lambda _: len(alive) == 3)):
             alive.append(told.alive())
             if number == 0:
                 process.kill()
                 process.wait()
     assert alive[0] == ("a",)
     assert alive[1] == ()
-    later, *_ = next(run_dir.looks(tmp_path, lambda _: True))
+    later, *_ = next(run_dir.follow(tmp_path, lambda _: True))
     assert later.alive() == ()

@@ -194,7 +194,7 @@ def test_what_is_told_late_moves_the_beginning_of_the_generations_in_place_that_
 def test_who_has_left_in_order_has_not_failed(known):
     """The next agents take over what the others have left."""
     told = story([(at, node, known if isinstance(event, events.AgentStopped) else event) for at, node, event in AGAIN])
-    assert (told.chapter.kind, told.chapter.cause, told.troubles) == ("lost", "a, b left", [])
+    assert (told.chapter.kind, told.chapter.cause, told.failures) == ("lost", "a, b left", [])
     assert "no step lost" in changes(told)
 
 
@@ -202,9 +202,9 @@ def test_who_was_killed_is_named():
     """By the node that takes over, or where all have died with their etcd by their own events, which have no end."""
     told, etcd_too = story(KILLED), story([*KILLED[:-4], (12.0, "c", begun(1, "c", "start", in_place=False))])
     assert (told.chapter.kind, told.chapter.cause) == ("lost", "a, b lost; c joined")
-    assert [(each.node, each.what) for each in told.troubles] == [("a", "a lost"), ("b", "b lost")]
+    assert [(each.node, each.what) for each in told.failures] == [("a", "a lost"), ("b", "b lost")]
     assert (etcd_too.chapter.kind, etcd_too.chapter.cause) == ("lost", "a, b lost (killed)")
-    assert [(each.node, each.what) for each in etcd_too.troubles] == [(each, f"{each} lost (killed)") for each in "ab"]
+    assert [(each.node, each.what) for each in etcd_too.failures] == [(each, f"{each} lost (killed)") for each in "ab"]
 
 
 def test_a_survivor_that_was_replaced_is_told_of():
@@ -214,4 +214,4 @@ def test_a_survivor_that_was_replaced_is_told_of():
         for rank, what in ((0, "connection closed by peer"), (1, "was replaced: gloo did not let it go"))
     ]
     told = story([*THREE_STEPS, *((7.0, "a", each) for each in ends)])
-    assert [each.what for each in told.troubles] == ["rank 1 on a: was replaced: gloo did not let it go"]
+    assert [each.what for each in told.failures] == ["rank 1 on a: was replaced: gloo did not let it go"]

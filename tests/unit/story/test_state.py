@@ -17,7 +17,7 @@ SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
 def test_a_run_that_goes_on_is_running() -> None:
     """The report, the object for programs and the dashboard say the same."""
     told = story(SAVED)
-    now = told.present(10.0)
+    now = told.now_if_running(10.0)
     assert now == 10.0
     assert report(told, now)[0] == "run calm-fox: running"
     assert as_object(told, now)["state"] == board(told, 10.0)["state"] == "running"
@@ -26,7 +26,7 @@ def test_a_run_that_goes_on_is_running() -> None:
 def test_a_silent_run_is_not_called_running() -> None:
     """Its agents may have been killed with their machine."""
     told = story(SAVED)
-    assert told.present(5.0 + SILENT_S) is None
+    assert told.now_if_running(5.0 + SILENT_S) is None
     assert state(told) == "no word since 1970-01-01 00:00:05 UTC, and no end is told"
 
 
@@ -34,13 +34,13 @@ def test_agents_whose_workers_train_are_missed_soon() -> None:
     """They write every few seconds, so the time after the last word is no training. Where workers start it may be."""
     trains: list[Entry] = [(at, node, events.Progress(1, 9, 0.0, 0.0, 0.0)) for at in (5.0, 10.0) for node in "ab"]
     told = story([*SAVED, *trains])
-    assert told.present(21.0) == 21.0
-    assert told.present(23.0) is None
-    assert told.goodput(told.present(23.0)) == told.goodput(10.0)
+    assert told.now_if_running(21.0) == 21.0
+    assert told.now_if_running(23.0) is None
+    assert told.goodput(told.now_if_running(23.0)) == told.goodput(10.0)
     for event in (begun(2, "ab", "failure"), events.WorkerEnded(1, 1, 12, -9, "killed")):
-        assert story([*SAVED, *trains, (11.0, "b", event)]).present(40.0) == 40.0
+        assert story([*SAVED, *trains, (11.0, "b", event)]).now_if_running(40.0) == 40.0
     long = [(at, node, event) for _, node, event in trains for at in (9_990.0, 10_000.0)]
-    assert story([*SAVED, *long]).present(10_020.0) == 10_020.0, "files of long runs have fewer lines"
+    assert story([*SAVED, *long]).now_if_running(10_020.0) == 10_020.0, "files of long runs have fewer lines"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_run_whose_nodes_have_all_been_told_to_leave_was_stopped(entries: list
     """By `stop`, Ctrl-C or SIGTERM: it says how to go on. A node that was lost before does not change that."""
     both: list[Entry] = [(6.0, name, events.AgentStopped(143)) for name in "ab"]
     assert state(story([*entries, *both])) == words
-    assert story([*entries, *both]).present(7.0) is None
+    assert story([*entries, *both]).now_if_running(7.0) is None
     lost: list[Entry] = [(5.5, "a", events.MemberLost("b", "b lost")), both[0]]
     assert state(story([*entries, *lost])) == words
 
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_after_it_had_been_stopped_before() -> None:
     ]
     told = story([*SAVED, *both, *again])
     assert told.alive() == ("a",)
-    told.killed("a")
+    told.note_killed("a")
     assert state(told).startswith("ended without a result (code 143, killed); step 3 is saved; to go on")
     assert changes(told).endswith("; 6 steps not saved")
 
@@ -159,7 +159,7 @@ def test_a_directory_of_one_node_claims_nothing_of_the_others(code: int | None) 
     entries += [(5.0, "a", events.AgentStopped(code))] if code is not None else []
     told = story(entries)
     if code is None:
-        told.killed("a")
+        told.note_killed("a")
     how = "killed" if code is None else f"code {code}"
     assert state(told) == f"no agent of this directory is left ({how}); what b, c did is not told here"
     assert "saved" not in changes(told)

@@ -129,7 +129,7 @@ def test_a_hang_of_the_only_worker_is_in_every_view():
         (18.0, "a", progress(20))]  # fmt: skip
     lasts = story(sorted(told, key=lambda each: each[0]))
     text = f"no step for 12 s after step 20: {hang.reason}"
-    assert (state(lasts, 18.0), lasts.standing_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
+    assert (state(lasts, 18.0), lasts.standstill_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
     assert text in board(lasts, 18.0)["state"]
     over = totals(story([*sorted(told, key=lambda each: each[0]), (20.0, "a", events.AgentStopped(5))]).spans())
     assert over["detect"] == pytest.approx(14.0)
@@ -148,11 +148,11 @@ def test_a_hang_without_a_loop_is_in_every_view_until_the_steps_go_on(node):
         nodes = {each[1] for each in begins}
         lasts = story([*begins, *(each for each in hang if each[1] in nodes)])
         text = "no step for 12 s: rank 1 sleeps"  # Only the steps of the present processes are known.
-        assert (state(lasts, 18.0), lasts.standing_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
+        assert (state(lasts, 18.0), lasts.standstill_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
         assert text in now_at(lasts, 18.0, None)
         assert totals(lasts.spans_by_node(18.0)[node])["detect"] == pytest.approx(12.0)
         over = story([*begins, *(each for each in hang + ends if each[1] in nodes)])
-        assert (state(over, 25.0), over.standing_s(25.0), doing(over)) == ("running", 0.0, "trains")
+        assert (state(over, 25.0), over.standstill_s(25.0), doing(over)) == ("running", 0.0, "trains")
         spent = totals(over.spans_by_node(25.0)[node])
         assert (spent["detect"], spent["train"]) == pytest.approx((14.0, 2.5 + 5.0))
 
@@ -203,7 +203,7 @@ def test_a_hang_is_told_by_its_newest_finding():
     """While it lasts and after it."""
     moved = replace(culprit(20, 11.0), reason="rank 1 evaluates")
     lasts = story([*HANG, *((17.0, node, moved) for node in "ab")])
-    assert lasts.standing(18.0) == "no step for 12 s after step 20: rank 1 evaluates"
+    assert lasts.standstill_sentence(18.0) == "no step for 12 s after step 20: rank 1 evaluates"
     over = story([*HANG, *((17.0, node, moved) for node in "ab"), (19.0, "a", events.Step(1, 21, 0, {}))])
     bad = [each.text for each in happened(over) if each.kind == "bad"]
     assert bad == ["no step for 13 s after step 20: rank 1 evaluates"]
@@ -292,8 +292,8 @@ def test_a_hang_that_ends_its_generation_is_a_failure(more, failures):
     """L5: in the failures by node it counts once, whether the run goes on after it or not."""
     ends = [(37.0, "a", events.Result("failed", 1, "no progress"))]
     for told in (story([*HANG, *more]), story([*HANG, *more, *ends])):
-        assert {each.node: each.what for each in told.troubles} == failures
-        assert len(told.troubles) == len(failures)
+        assert {each.node: each.what for each in told.failures} == failures
+        assert len(told.failures) == len(failures)
 
 
 REASON = "no step for 12 s after step 20: rank 1 sleeps"
@@ -303,7 +303,7 @@ def test_all_views_say_that_no_step_is_made_while_it_lasts():
     """The state, the object for programs, the dashboard and `status`, in the terminal's sentence, as old as it is."""
     told = story(HANG)
     now = 18.4
-    assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == REASON
+    assert state(told, told.now_if_running(now)) == as_object(told, now)["state"] == board(told, now)["state"] == REASON
     assert as_object(told, now)["standing"]["ranks"] == (1,)
     shown = board(told, now)
     assert [(each["name"], each["state"]) for each in shown["nodes"]] == [("a", "standing still"), ("b", "waited for")]
@@ -311,7 +311,7 @@ def test_all_views_say_that_no_step_is_made_while_it_lasts():
     lines, _ = show(live(agreed(waits=False), MEMBER, MEMBER.model_copy(update={"node": "b"})), told, now)
     assert lines[0] == f"run r: {REASON}"
     goes_on = story([*HANG, (19.0, "a", events.Step(1, 21, 0, {}))])
-    assert (state(goes_on, 20.0), goes_on.standing(20.0)) == ("running", "")
+    assert (state(goes_on, 20.0), goes_on.standstill_sentence(20.0)) == ("running", "")
 
 
 BEFORE = [
@@ -326,7 +326,7 @@ BEFORE = [
 def test_a_hang_before_the_first_step_is_one():
     """All views say so while it lasts, its time is found, and what ends it has the cause."""
     told, now, said = story(BEFORE), 18.4, "no step for 15 s after step 40: rank 1 sleeps"
-    assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
+    assert state(told, told.now_if_running(now)) == as_object(told, now)["state"] == board(told, now)["state"] == said
     assert (doing(told), now_at(told, now)) == ("stands still", f"generation 1  2 nodes (1 to 4)  {said}")
     assert totals(told.spans_by_node(now)["a"]) == pytest.approx(
         {"start": 1.0, "set-up": 1.5, "detect": now - 3.5, "waiting for nodes": 1.0}
@@ -344,11 +344,11 @@ def test_a_hang_before_the_first_step_is_one():
 def test_a_step_that_the_others_made_before_they_waited_ends_no_hang():
     """A rank hangs after its gradients were exchanged: the others finish that step, and tell it later."""
     ahead = [(13.5, "a", progress(21)), (13.5, "b", progress(20))]
-    assert story([*HANG, *ahead]).standing(18.4) == REASON
+    assert story([*HANG, *ahead]).standstill_sentence(18.4) == REASON
     told = story([*THREE_STEPS, (6.0, "a", events.Step(1, 21, 0, {})), (9.5, "a", culprit(20, 3.5))])
-    assert told.standing(18.0) == REASON
+    assert told.standstill_sentence(18.0) == REASON
     assert totals(told.spans_by_node(18.0)["a"])["detect"] == pytest.approx(12.0)
-    assert story([*HANG, (18.0, "b", progress(21))]).standing(18.4) == ""
+    assert story([*HANG, (18.0, "b", progress(21))]).standstill_sentence(18.4) == ""
 
 
 @pytest.mark.parametrize(
@@ -381,8 +381,8 @@ def test_what_has_ended_a_hang_names_it(more, failures, cause):
     """In the row of the next generation, and once among the failures of the node that was waited for."""
     told = story([*HANG, *more])
     assert told.chapter.cause == cause
-    assert Counter(each.node for each in told.troubles) == failures
-    assert sum(each.hang for each in told.troubles) == 1
+    assert Counter(each.node for each in told.failures) == failures
+    assert sum(each.hang for each in told.failures) == 1
 
 
 def _blames(generation, age_s, said="rank 1 sleeps"):
@@ -434,7 +434,7 @@ def test_a_hang_that_outlives_its_generation_is_one_and_all_of_it_is_detected(mo
     assert [spent[node]["detect"] for node in "abc"] == pytest.approx([70.0, 70.0, 10.0])
     assert spent["a"]["re-form"] == pytest.approx(0.25 + 0.3)
     assert spent["c"]["standby"] == pytest.approx(60.4)
-    assert [(each.node, each.what) for each in told.troubles if each.hang] == [("b", said)]
+    assert [(each.node, each.what) for each in told.failures if each.hang] == [("b", said)]
     assert (told.chapter.pause_s, told.chapter.redone) == (71.0, 0)
 
 
@@ -448,7 +448,7 @@ def test_another_hang_is_another_failure():
         (23.0, "a", events.Culprit(2, 21, 4.0, (1,), ("b",), "rank 1 sleeps")),
         (30.0, "a", begun(3, "a", "drain", "b left")),
     ]
-    assert [each.what for each in story(entries).troubles] == [
+    assert [each.what for each in story(entries).failures] == [
         "no step for 12 s after step 20: rank 1 sleeps",
         "no step for 11 s after step 21: rank 1 sleeps",
     ]
@@ -459,7 +459,7 @@ def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
     silent = events.Culprit(1, 20, 3.0, (), ("b",), "b does not answer")
     told = story([*THREE_STEPS, AT_SIX, (9.0, "a", silent), (11.0, "a", events.MemberLost("b", "b lost")),
         (11.0, "a", begun(2, "a", "lost", "b lost"))])  # fmt: skip
-    assert (told.chapter.cause, len(told.troubles)) == ("b lost", 1)
+    assert (told.chapter.cause, len(told.failures)) == ("b lost", 1)
 
 
 def test_who_hears_nothing_of_others_is_named_with_what_it_tells():

@@ -125,7 +125,7 @@ def test_the_state_of_a_run_that_waits() -> None:
     told = story(BEGINS)
     assert state(told, 25.0) == "waiting for nodes for 14.5 s, after step 60: 1 of at least 2 here"
     assert told.alive() == ("a",)
-    assert [trouble.what for trouble in told.troubles] == ["b lost"]
+    assert [trouble.what for trouble in told.failures] == ["b lost"]
     assert state(story(GOES_ON), 31.0) == "running"
     stopped: Entry = (26.0, "a", events.AgentStopped(143))
     assert state(story([*BEGINS, stopped])).startswith("stopped; step 60 is saved; to go on: ")
@@ -149,7 +149,7 @@ def test_who_drains_below_the_minimum_has_not_failed(how: str, before: list[even
     lost: Entry = (10.5, "a", events.MemberLost("b", how))
     ends: Entry = (11.0, "b", events.AgentStopped(143))
     told = story([*BEGINS[:-4], *((10.5, "b", event) for event in before), lost, *BEGINS[-3:], ends])
-    assert [trouble.what for trouble in told.troubles] == [how] * failures
+    assert [trouble.what for trouble in told.failures] == [how] * failures
     assert told.alive() == ("a",)
 
 
@@ -163,7 +163,7 @@ def test_the_silence_of_a_node_is_in_its_evidence() -> None:
 def test_the_wait_is_said_at_once() -> None:
     """It has no first step to wait for."""
     told = Changes(Story(), whole=False)
-    said = [text for at, node, event in BEGINS if node == "a" for _, text in told.tell(record(at, node, event))]
+    said = [text for at, node, event in BEGINS if node == "a" for _, text in told.fold(record(at, node, event))]
     assert said[-1] == "generation 2: b lost, 1 node of at least 2: the run waits with the state after step 60"
     assert not told.tick(20.0)
 
@@ -172,7 +172,7 @@ def test_the_save_of_a_run_that_gives_up_is_said_as_what_is_to_come() -> None:
     """There are enough nodes, so nobody is waited for. It may not come to the save: they may be lost."""
     told, end = Changes(Story(), whole=False), begun(2, "ab", cause="rank 1 raised (3 restarts spent)", waits=True)
     entries: list[Entry] = [*TWO_NEEDED, (10.0, "a", events.Step(1, 60, 0)), (10.5, "a", end)]
-    said = [text for at, node, event in entries if node == "a" for _, text in told.tell(record(at, node, event))]
+    said = [text for at, node, event in entries if node == "a" for _, text in told.fold(record(at, node, event))]
     assert said[-1].endswith("(3 restarts spent), 2 nodes: first the state after step 60 is to be saved")
     assert doing(story(entries)) == "saves its state"
     assert state(story(entries), 12.0).startswith("saving the state for 1.5 s, after step 60")

@@ -53,7 +53,7 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
     ended = events.WorkerEnded(1, 1, 12, -9, DEATH)
     told = story([*AWAY, (8.0, "b", ended)])
     assert state(told, 10.0).startswith(f"no step for 2 s after step 1: {DEATH}; etcd has not answered for 4 s")
-    assert (doing(told), told.standing_s(10.0)) == ("stands still", 2.0)
+    assert (doing(told), told.standstill_s(10.0)) == ("stands still", 2.0)
     assert DEATH in now_at(told, 10.0)
     followed = story([*BACK, (8.0, "b", ended), (10.0, "a", begun(2, "a", "failure", DEATH))])
     assert (state(followed, 11.0), followed.chapter.cause) == ("running", DEATH)
@@ -68,11 +68,11 @@ def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
     told = story([*AWAY, *lost])
     assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")
     assert said in now_at(told, 20.0)
-    told.killed("b")
+    told.note_killed("b")
     assert "2 nodes: a, b; b is gone" in report(told, 20.0)
     killed, seconds = story([*AWAY, *lost]), {"detect": 1.0, "agree": 5.0}
     for node in "ab":
-        killed.killed(node)
+        killed.note_killed(node)
     phases = {"detect": 1000.0, "agree": 6000.0, "first_step": 100.0}
     over = [(15.0, each, begun(2, "ab")) for each in "ab"]
     over += [(15.1, each, events.Recovery(2, 7.1, phases)) for each in "ab"]
@@ -137,7 +137,7 @@ def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
         console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False))))
 
     for _ in range(2):
-        console.generation(view, me, stands_by)
+        console.announce_standby(view, me, stands_by)
     console.events.close()
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(" (standing by")[0] for line in said] == [

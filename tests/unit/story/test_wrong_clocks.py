@@ -76,7 +76,7 @@ def test_one_of_three_wall_clocks_is_wrong(tmp_path: Path, off: str, ahead: floa
 def test_the_order_of_lines(tmp_path: Path, off: str, ahead: float) -> None:
     """They are given in the order in which their events happened."""
     write(tmp_path, RUN, {off: ahead})
-    ((_, lines, _),) = run_dir.looks(tmp_path, lambda _: True)
+    ((_, lines, _),) = run_dir.follow(tmp_path, lambda _: True)
     told = [record for line in lines if (record := events.decode(line)) is not None]
     ats = [record.at - 1000.0 * ord(record.node) for record in told]
     assert ats == pytest.approx(sorted(at for at, *_ in RUN))
@@ -87,7 +87,7 @@ def test_the_order_of_lines(tmp_path: Path, off: str, ahead: float) -> None:
 def test_before_the_first_step(tmp_path: Path, off: str, ahead: float) -> None:
     """Of a run that has only begun nobody is told as lost, either."""
     told = read(tmp_path, BEGIN, {off: ahead})
-    assert (len(told.chapters), told.troubles, told.alive()) == (1, [], ("a", "b", "c"))
+    assert (len(told.chapters), told.failures, told.alive()) == (1, [], ("a", "b", "c"))
     assert begins(told) == pytest.approx({"a": 0.0, "b": 0.4, "c": 0.5})
 
 
@@ -171,7 +171,7 @@ def test_who_follows_a_run_learns_of_it(tmp_path: Path, ahead: float) -> None:
     ]
     given, stories = list[str](), list[Story]()
     expected = sum(each[0] < 12.5 and each[1] != "c" for each in RUN) + sum(map(len, later))
-    for story, lines, _ in run_dir.looks(tmp_path, lambda _: not later):
+    for story, lines, _ in run_dir.follow(tmp_path, lambda _: not later):
         given += lines
         stories.append(story)
         if later:

@@ -53,7 +53,7 @@ def story_of(*sources: Iterable[events.Record]) -> Story:
         return ((told.clocks.when(each), each) for each in source)
 
     for _, each in heapq.merge(*map(timed, sources), key=lambda pair: pair[0]):
-        told.tell(each)
+        told.fold(each)
     return told
 
 

@@ -92,7 +92,7 @@ def test_a_state_has_the_random_numbers_before_what_is_to_come() -> None:
     assert mine.numbers_before is not None, "whoever was in the step comes to this one"
     mine.pass_boundary()
     assert mine.numbers_before is None
-    before = rng_state.note()["python"]
+    before = rng_state.capture_raw()["python"]
     mine.enter(mine.begin(random.random))()
     mine.begin(random.random)
     assert mine.numbers_before is not None

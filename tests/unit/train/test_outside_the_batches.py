@@ -18,7 +18,7 @@ from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.checkpoint.state_copy import POOLED_BYTES_MIN
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.messages import Copied, Left
+from elasticrt.ipc.messages import Copied, LeftGeneration
 from tests.fake_worker import Agent, under
 from tests.servers import wait_until
 
@@ -51,7 +51,7 @@ class Script:
     def run(self, head: Act, batch: Act, tail: Act) -> None:
         """Two epochs. The three are called before, in and after the batches."""
         for _ in self.loop.epochs(2):
-            self.loop._world.in_place.possible = agent_client.agent_link().linked
+            self.loop._world.in_place.possible = agent_client.agent_link().has_agent
             head(self)
             for (x,) in self.loop.batches(self.loader):
                 self.trained += 1
@@ -134,8 +134,8 @@ def _handed_over(
             kind(directory).run(*acts)
         link = agent_client.agent_link()
         assert link is not None
-        link.say(Left(0))
-        wait_until(lambda: agent.of(Left), "the agent has read all that was said before")
+        link.send(LeftGeneration(0))
+        wait_until(lambda: agent.of(LeftGeneration), "the agent has read all that was said before")
     return next(zip(agent.of(Copied), agent.copies, strict=True), None)
 
 
@@ -232,7 +232,7 @@ class Looks(Script):
     def run(self, head: Act, batch: Act, tail: Act) -> None:
         """One batch."""
         for _ in self.loop.epochs(1):
-            self.loop._world.in_place.possible = agent_client.agent_link().linked
+            self.loop._world.in_place.possible = agent_client.agent_link().has_agent
             for _batch in self.loop.batches(self.loader):
                 self.loses_its_peer()
 

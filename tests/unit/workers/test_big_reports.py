@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from elasticrt.ipc.messages import Built, Unsaved, decode, encode
+from elasticrt.ipc.messages import BuildDone, Unsaved, decode, encode
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.rendezvous.view import View, apply
 from elasticrt.store.protocol import Event, KeyValue
-from elasticrt.workers.failures import Remains, failure_of, stalled
+from elasticrt.workers.failures import Remains, failure_of, stalled_failure
 from tests.unit.workers.states import ended, worker
 
 KEYS = Keys("r")
@@ -36,7 +36,7 @@ def test_a_report_of_any_output_is_read_by_the_leader(piece):
         failure_of(worker("n0", rank, 1), Remains(1, error_file=said, last_lines=lines, log_path=f"/{piece * 2000}"))
         for rank in range(40)
     ]
-    hung = [stalled(node="n0", generation=1, message="no progress", stacks=dict.fromkeys(range(3), lines))]
+    hung = [stalled_failure(node="n0", generation=1, message="no progress", stacks=dict.fromkeys(range(3), lines))]
     lost = failure_of(worker("n0", 0, 1), Remains(126, start_error=piece * 9000))
     for failures in (failed, hung, [lost]):
         report = ended(40, failures=tuple(failures))
@@ -69,7 +69,7 @@ def test_an_error_file_of_brackets_is_no_error_file():
 @pytest.mark.parametrize("piece", [*PIECES.values(), os.fsdecode(b"caf\xe9")])
 def test_a_message_arrives_as_it_was(piece):
     """Between workers and their agent every text travels whole, of whatever it consists."""
-    for message in (Built(1, piece, piece * 200, piece * 1000), Unsaved(3, piece * 1000)):
+    for message in (BuildDone(1, piece, piece * 200, piece * 1000), Unsaved(3, piece * 1000)):
         assert decode(encode(message)) == message
 
 
@@ -77,10 +77,10 @@ def test_a_message_arrives_as_it_was(piece):
     "frame",
     [
         b"[" * 100_000,
-        b'{"kind": ["Done"]}',
-        b'{"kind": "Done", "code": "0"}',
-        b'{"kind": "Done", "code": true}',
-        b'{"kind": "Claim", "request": 1, "name": "x", "version": 5}',
+        b'{"kind": ["ScriptDone"]}',
+        b'{"kind": "ScriptDone", "code": "0"}',
+        b'{"kind": "ScriptDone", "code": true}',
+        b'{"kind": "ClaimBuild", "request": 1, "name": "x", "version": 5}',
         b'{"kind": "Save", "request": 1, "commit": [], "replaces": ""}',
     ],
 )

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elasticrt.ipc.failure import ENDED_EARLY, LET_GO_NEVER, Failure, first_cause
-from elasticrt.workers.failures import Remains, failure_of, is_collateral, of_node, raised
+from elasticrt.workers.failures import Remains, failure_of, failure_of_node, is_collateral, raised
 from tests.unit.workers.states import ended, worker
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -259,7 +259,7 @@ def test_the_others_are_told_the_first_cause():
     report = ended(3, failures=(peer, cause, later))
     assert (report.status, report.failure.rank, report.failure.code) == ("failed", 1, -11)
     assert (report.failure.collateral, report.failure.summary) == (False, "rank 1 on node-0: killed by SIGSEGV")
-    assert of_node([peer]).collateral, "only consequences: the cause is on another node"
+    assert failure_of_node([peer]).collateral, "only consequences: the cause is on another node"
 
 
 def test_the_report_that_people_read():
@@ -275,7 +275,7 @@ def test_the_report_that_people_read():
         log_path="/run/logs/rank-1.err",
         step=120,
     )
-    assert of_node([peer, cause, failure(2, code=-15)]).text.splitlines() == [
+    assert failure_of_node([peer, cause, failure(2, code=-15)]).text.splitlines() == [
         "rank 1 failed first, on node-7 (local rank 1), in generation 3, after step 120",
         "  exit code 1: ValueError: bad batch",
         "  the end of its error output:",
@@ -300,10 +300,10 @@ def test_a_bare_sigkill_says_where_to_look(changes, hinted):
 def test_who_ended_early_is_named_before_collateral_failures():
     """W02: a worker that ended with 0 while another was in a collective is the cause, if nobody else is."""
     lost = failure(rank=0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
-    record = ended(2, well=(1,), failures=(lost,)).failure
+    record = ended(2, ended_well=(1,), failures=(lost,)).failure
     assert (record.code, record.collateral) == (0, True)
     assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
     assert record.text.splitlines()[1].startswith("rank 0 failed of it, on node-0")
-    assert [ended(2, well=well).well for well in ((1,), (1, 0))] == [1, 1]
+    assert [ended(2, ended_well=well).well for well in ((1,), (1, 0))] == [1, 1]
     own = failure(rank=0, error_file=error_file("ValueError: x"))
-    assert ended(2, well=(1,), failures=(own,)).failure.rank == 0
+    assert ended(2, ended_well=(1,), failures=(own,)).failure.rank == 0

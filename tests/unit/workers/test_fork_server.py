@@ -12,7 +12,7 @@ import pytest
 
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Warm
-from elasticrt.workers.fork_server import note
+from elasticrt.workers.fork_server import write_parent_warm
 
 
 @pytest.mark.parametrize(("method", "reason"), [("fork", ""), ("exec", "it keeps 1 thread(s) running")])
@@ -20,7 +20,7 @@ def test_what_is_said_of_the_parent(caplog, method, reason):
     """Method and reason."""
     reader, writer = os.pipe()
     with caplog.at_level(logging.INFO, logger="elasticrt.workers.fork_server"):
-        note(Warm(7, method, reason, 2.5), EventLog("n", None, writer))
+        write_parent_warm(Warm(7, method, reason, 2.5), EventLog("n", None, writer))
     os.close(writer)
     with os.fdopen(reader) as file:
         (record,) = [json.loads(line) for line in file]

@@ -23,7 +23,7 @@ from elasticrt.workers.worker_io import (
     GroupEnded,
     WorkerEnded,
     WorkerIO,
-    WorkerSaid,
+    WorkerMessage,
     WorkerStarted,
     WorkerState,
 )
@@ -75,7 +75,7 @@ class Heard:
         output = Output(env, RunOptions(local_ranks_filter=frozenset()), WorkerConsole())
         self.state = WorkerState(1, env, output, channel, self.page, {ERR: reader})
         os.close(page)
-        self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
+        self.listener.watch_parent(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
         self.listener.add([self.state])
         self.parent.say(Started(1, 0, 4711, 1))
         assert isinstance(self.next(), WorkerStarted)
@@ -134,7 +134,7 @@ def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
     os.write(heard.errors, b"Traceback (most recent call last):\nValueError: bad batch\n")
     heard.end()
     said, ended, group = heard.next(), heard.next(), heard.next()
-    assert isinstance(said, WorkerSaid)
+    assert isinstance(said, WorkerMessage)
     assert said.message == STEP
     assert isinstance(ended, WorkerEnded)
     assert ended.failure is not None

@@ -22,7 +22,7 @@ def _fallocate() -> Any:
     return found
 
 
-def keep_room(fd: int, size: int) -> None:
+def reserve_space(fd: int, size: int) -> None:
     """Reserve `size` bytes beyond the end of the file. Its size does not change.
 
     Does nothing if the C library or the file system cannot reserve. Raises OSError if there is no such room; what was
@@ -33,6 +33,6 @@ def keep_room(fd: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def give_room_back(fd: int) -> None:
+def release_space(fd: int) -> None:
     """Give up the room that is reserved beyond the end of the file. Raises OSError."""
     os.ftruncate(fd, os.fstat(fd).st_size)

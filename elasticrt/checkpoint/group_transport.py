@@ -57,7 +57,7 @@ def parcels(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield parcel
 
 
-class GroupLine:
+class GroupTransport:
     """One rank's place in a chain of ranks.
 
     Args:
