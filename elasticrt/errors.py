@@ -114,7 +114,9 @@ def path_of(value: object, where: str) -> str:
         raise TypeError(explain("not a path", where, got=repr(value), expected="a directory's path"))
     path = os.fspath(value)
     if not isinstance(path, str) or not path or "\0" in path:
-        raise ValueError(explain("no path of a directory", where, got=repr(path), expected="one that is not empty"))
+        raise ValueError(
+            explain("not the path of a directory", where, got=repr(path), expected="one that is not empty")
+        )
     return path
 
 

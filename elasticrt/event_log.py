@@ -111,7 +111,7 @@ def newest_result(directory: Path) -> events.Result | None:
                 if number == 0 or found is not None or isinstance(each.event, events.AgentStarted):
                     ends.append((each.time, found))
         except OSError as error:
-            log.warning("how the run ended is not read: %s: %s", path, error.strerror)
+            log.warning("how the run ended cannot be read: %s: %s", path, error.strerror)
     return max(ends, key=itemgetter(0))[1]
 
 
@@ -257,7 +257,7 @@ class EventLog:
             except Exception:
                 # An error in a view does not end the run.
                 self._listeners.remove(heard)
-                log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
+                log.exception("lines about this run end here, with an error at %s", events.kind_of(record.event))
 
     # The file.
 
@@ -295,7 +295,7 @@ class EventLog:
             if self._since is None:
                 self._since, self._reason = at, error.strerror or str(error)
                 # The room reserved for last words may take this line.
-                log.warning("events are kept in memory, as %s takes none: %s", self._directory, error.strerror)
+                log.warning("events are kept in memory, as %s cannot be written: %s", self._directory, error.strerror)
                 with contextlib.suppress(OSError):
                     self._append(self._unwritten(0))
 

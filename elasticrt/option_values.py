@@ -243,7 +243,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     # 0 is out of range, so a text of another form gets the same message as a number that is too small.
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if least > most:
-        raise ValueError("a minimum that is not above the maximum, as in 1:4")
+        raise ValueError("MIN <= MAX, as in 1:4")
     if not 1 <= least <= most <= NODES_MAX:
         raise ValueError(f"a number of nodes, or MIN:MAX such as 1:4, with 1 <= MIN <= MAX <= {NODES_MAX}")
     return least, most

@@ -196,7 +196,7 @@ class Agent(WorkerSide):
     def _end_at_once(self, _number: int, _frame: object) -> None:
         """End as if killed. The worker parent ends the workers, and the other nodes notice that the lease has ended."""
         self.console.close_last_line()
-        tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
+        tell("elasticrt: ended at once, without a handover: other nodes notice it by themselves\n")
         os._exit(EXIT_TERMINATED)
 
     def join_and_run(self) -> int:
@@ -466,11 +466,11 @@ class Agent(WorkerSide):
             return
         ended = self.membership.how_it_ended(self.member)
         if ended is not None:
-            self.console.warn("this machine's etcd has ended with the run, as the logs of other nodes tell")
+            self.console.warn("this machine's etcd has ended with the run; the logs of other nodes have its result")
             self.member.note_result(ended)
             return
         self.console.warn(
-            "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
+            "this machine's etcd has died: starting a new one, and all workers again from the newest checkpoint"
         )
         self.supervisor.kill()
         self.membership.open_fresh(self.member)
@@ -606,7 +606,7 @@ class Agent(WorkerSide):
         try:
             found = self.membership.driver.run(self.member.newest_head()) if answered else None
         except StoreError as error:
-            log.warning("what is saved is not known: %s", error)
+            log.warning("it is not known which step is saved: %s", error)
             answered = False
         head = heard.head.record if heard.head else None
         known = [each for each in (found, self.last_commit, head, before) if each is not None]

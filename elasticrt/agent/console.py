@@ -161,7 +161,7 @@ class Console:
         if self.narrates and not options.quiet and options.log_format == "text" and fits(sys.stderr, os.environ):
             self._last_line = LastLine(sys.stderr)
             std_streams.keep_last_line(self._last_line.aside)
-            self._last_line.draw(f"run {self._settings.run_id}: looking for the others")
+            self._last_line.draw(f"run {self._settings.run_id}: looking for other nodes")
 
     def close_last_line(self) -> None:
         """Remove the last line."""
@@ -334,7 +334,7 @@ class Console:
         told = self.story.unsaved.step if self.story.unsaved is not None else 0
         self._note_saved(reached)
         if chapter is not None and missed > max(reached, told):
-            self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before it was"))
+            self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before the step was saved"))
         self._say_changes(math.inf)
         self._summarize()
         if decision.others_go_on:
@@ -354,7 +354,7 @@ class Console:
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
         saved = which_steps_are_saved(reached) if (reached or behind) and not lost else ""
         if behind and not lost:
-            saved += f"; the node of rank 0 says whether step {behind:,} is"
+            saved += f"; the node of rank 0 says whether step {behind:,} is saved"
         self.say(how_to_go_on(self._settings.run_id, saved))
 
     def stopped(self, code: int) -> None:

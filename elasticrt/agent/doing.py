@@ -51,11 +51,11 @@ def doing(  # noqa: PLR0912  It is one column of guards.
     """
     named = view.members.get(me.record.node)
     if isinstance(decision, Register) and named is not None and not is_same_process(named.record, me.record):
-        other = f"the agent with pid {named.record.pid} at {named.record.address} has it; one of the two has to end"
+        other = f"the agent with pid {named.record.pid} at {named.record.address} uses it; stop one of the two"
         return Doing(_NAME, other)
     if view.handover is not None:
         handover = view.handover.record
-        step = f", all leave after step {handover.step:,}" if handover.step else ""
+        step = f", all workers stop after step {handover.step:,}" if handover.step else ""
         return Doing("handing over", handover.cause + step, drain_until)
     if drain_until is not None:
         return Doing("handing over", "this node leaves", drain_until)
@@ -79,7 +79,7 @@ def doing(  # noqa: PLR0912  It is one column of guards.
         newcomers = [name for name in view.members if name not in seated]
         parts = [f"{list_names(seated)} here"]
         if newcomers:
-            parts.append(f"{list_names(newcomers)} {'sets' if len(newcomers) == 1 else 'set'} up")
+            parts.append(f"{list_names(newcomers)} {'is' if len(newcomers) == 1 else 'are'} setting up")
         if lacks > len(newcomers):
             parts.append(f"{lacks - len(newcomers)} missing")
         return Doing(_NODES, ", ".join(parts))

@@ -36,7 +36,7 @@ def allow_files(workers: int, nodes: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            "too few files may be open on this machine",
+            "the limit of open files is too low",
             "ulimit -n",
             got=f"a hard limit of {hard:,}",
             expected=f"{needed:,} for {counted(workers, 'worker')} in a run of up to {nodes:,} nodes",

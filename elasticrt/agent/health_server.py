@@ -134,7 +134,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return listening(host, port, CLIENTS_MAX)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            "the health port cannot be had",
+            "the health port cannot be used",
             "--health-port",
             got=f"{host}:{port}: {getattr(error, 'strerror', error)}",
             expected="a free port and an address of this machine",

@@ -107,7 +107,7 @@ def member(
     if me.report is not None and me.report.failure is not None and me.report.generation == view.generation_number:
         # The story tells of a failure as soon as a generation names it as its cause. While etcd is away there is none,
         # so the node's own report tells of it.
-        trouble, doing = trouble or f"no step since: {me.report.failure.summary}", "stands still"
+        trouble, doing = trouble or f"no step since this failure: {me.report.failure.summary}", "stands still"
     # Only the leader knows all members. If none of them has a seat in the newest generation, no node runs it any more.
     runs = generation is not None and not (view.is_leader and view.roster_known and view.has_no_seated_member)
     number = view.generation_number if runs else 0
@@ -147,9 +147,9 @@ def readiness(
         doing: what the nodes of the generation do, in words.
     """
     if me.leave_reason or me.record.draining:
-        return Finding(False, f"on its way out: {me.leave_reason or 'draining'}")
+        return Finding(False, f"leaving: {me.leave_reason or 'draining'}")
     if me.lease == "lost":
-        return Finding(False, "not a member of the run: etcd has given its lease up")
+        return Finding(False, "not a member of the run: its lease in etcd is gone")
     away = f"; etcd has not answered for {away_s:.0f} s" if away_s is not None else ""
     if seat is not None and me.running_generation == generation:
         # The others may have gone on in a newer generation without this node, which cannot hear of it.
@@ -165,7 +165,7 @@ def readiness(
     if seat is not None:
         return Finding(True, f"starts its workers of generation {generation}")
     if away:
-        return Finding(False, f"stands by, but cannot be called{away}")
+        return Finding(False, f"stands by, but cannot join{away}")
     what = f"generation {generation} runs without it" if generation else "waits for nodes"
     return Finding(True, f"stands by: {what}")
 
@@ -174,8 +174,8 @@ def live(state: HealthState, now: float) -> Finding:
     """Whether the agent's loop goes round at `now`, by the agent's `state`."""
     still_s = now - state.turned_at
     if still_s > state.limit_s:
-        return Finding(False, f"the agent has been {state.phase} without a turn for {still_s:.0f} s")
-    return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
+        return Finding(False, f"the agent's main loop has not run for {still_s:.0f} s (phase: {state.phase})")
+    return Finding(True, f"the agent's main loop ran {still_s:.1f} s ago")
 
 
 def ready(state: HealthState, now: float) -> Finding:

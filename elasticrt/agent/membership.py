@@ -129,7 +129,7 @@ class Membership:
         try:
             self.driver.run(member.leave(seat_too=seat_too))
         except StoreError as error:
-            log.warning("etcd could not be told: %s; the lease will tell the others", error)
+            log.warning("etcd could not be told that this node leaves: %s. Others see it when the lease ends", error)
 
     def close(self) -> None:
         """Stop the watches, revoke the lease, close the connections. `open` may have failed, or never been called."""

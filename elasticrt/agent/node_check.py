@@ -71,7 +71,7 @@ class NodeCheck:
     def doubt(self, reason: str) -> None:
         """Let no worker start until the node is checked again, because a GPU has failed for this `reason`."""
         if self.is_fit:
-            self._say(f"no worker starts on this node until its GPUs are found fit: {reason}")
+            self._say(f"no worker starts on this node until its GPUs pass the check: {reason}")
             self._due = self._clock.monotonic() + self._wait_s
 
     def look(self, now: float) -> None:
@@ -88,7 +88,7 @@ class NodeCheck:
             self._due, self._wait_s = None, COOL_DOWN_S
             return
         self._due = now + self._wait_s
-        self._say(f"this node is not fit to train: {found}; asked again in {self._wait_s:g} s")
+        self._say(f"this node is not fit to train: {found}; checked again in {self._wait_s:g} s")
         self._wait_s = min(2 * self._wait_s, COOL_DOWN_S_MAX)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class NodeCheck:
         """Start the command. Returns None, or "" (the node is fit) if there is no command to ask."""
         command = self._command or NVIDIA_SMI
         if not self._command and shutil.which(command[0]) is None:
-            self._say("nothing is known of this node's GPUs: there is no nvidia-smi; --node-check names a command")
+            self._say("this node's GPUs cannot be checked without nvidia-smi. --node-check names another command")
             return ""
         self._asked_at = now
         self._asking = subprocess.Popen(

@@ -119,7 +119,7 @@ def address_towards(endpoint: Address) -> str:
     except OSError as error:
         raise StoreUnavailable(
             explain(
-                "no way to etcd",
+                "no route to etcd's host",
                 str(endpoint),
                 got=error,
                 expected="an address that this machine can reach",
@@ -159,7 +159,7 @@ def how_to_join(settings: Settings, spec: RunSpec, store: OpenStore) -> list[str
     nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
     if store.served is None or settings.serve is not None:
-        carries = ["this machine now carries the run: it ends when this machine does"] if store.served else []
+        carries = ["the run's etcd is on this machine: the run ends if this machine does"] if store.served else []
         endpoints = store.endpoints if settings.serve is None else (settings.serve,)
         where = "this" if all(map(is_loopback, endpoints)) else "any"
         return [*carries, f"join from {where} machine: {_line(*_etcd(endpoints), *run)}"]
@@ -167,7 +167,8 @@ def how_to_join(settings: Settings, spec: RunSpec, store: OpenStore) -> list[str
     etcd = shell(("elasticrt", "etcd", "--listen", f"{outward.host}:{outward.port}", "--insecure-etcd"))
     return [
         f"join from this machine: {_line(*run)}",
-        f"with other machines: start anew at an etcd that they reach: {etcd}, then {_line(*_etcd((outward,)), *run)}",
+        "to add other machines, start again with an etcd that they reach: "
+        f"{etcd}, then {_line(*_etcd((outward,)), *run)}",
     ]
 
 

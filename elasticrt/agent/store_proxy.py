@@ -188,7 +188,7 @@ class StoreRequests:
         if (known.nonce if known is not None else "") != request.replaces:
             why = "etcd has lost the record of the checkpoint before it"
             if known is not None:
-                why = f"another checkpoint, of step {known.step:,}, has become the head"
+                why = f"another checkpoint, of step {known.step:,}, is the newest now"
             return Reply(request.request, False, why)
         return None
 

@@ -202,7 +202,7 @@ class Supervisor:
     def doing(self) -> str:
         """What the workers do before their first step, in words; "" when they train, or when there are none."""
         if self._pending is not None:
-            return "ending the workers of before" if self._method else "importing torch"
+            return "ending the workers of the previous generation" if self._method else "importing torch"
         return self.pages.doing(self._state)
 
     def are_gone(self) -> bool:
@@ -291,8 +291,8 @@ class Supervisor:
         elif works:
             self._check_seats_at = now + limit_s
         elif late and state.seat is not None:
-            text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {limit_s:g} s"
-            self._say(f"{text}: they are ended")
+            text = f"{len(late)} of {len(state.seated)} workers did not join the new process group in {limit_s:g} s"
+            self._say(f"{text}: killed")
             self._give_up(state.number, late)
             self._fail_in_place(state.seat, text)
 
@@ -316,7 +316,7 @@ class Supervisor:
 
     def _end_frozen(self, generation: int, pids: Mapping[int, int], failure: Failure) -> None:
         """Kill the stopped workers of `pids` (by local rank), and report `failure` as the cause of their end."""
-        self._say(f"{failure.summary}: ended")
+        self._say(f"{failure.summary}: killed")
         self._frozen.update((pid, failure) for pid in pids.values())
         self._give_up(generation, pids)
 
@@ -782,7 +782,7 @@ class Supervisor:
         if not state.running or left.generation != state.number or state.seat is None:
             return
         if left.error and state.failed_at is None:
-            how = f"lost its group: {in_words(left.error)}"
+            how = f"lost its process group: {in_words(left.error)}"
             self._fail(lost_peer(rank=event.rank, node=self._settings.node, message=how))
             self.progress.generation_ending()
             self.progress.note_last_step()
@@ -820,7 +820,8 @@ class Supervisor:
             self._joining.trained(event.local_rank)
         if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
             wait_s = self._joining.failed(self._clock.monotonic())
-            self._say_next_try("was let in failed before its first step", event.failure.summary, wait_s)
+            how = "a worker that has just joined failed before its first step"
+            self._say_next_try(how, event.failure.summary, wait_s)
         if self._is_current(event):
             self._seated_ended(event)
 
@@ -829,10 +830,10 @@ class Supervisor:
         wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
         if wait_s is not None:
             what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
-            self._say_next_try("was to join failed while it set up", what, wait_s)
+            self._say_next_try("a new worker failed during its set-up", what, wait_s)
 
     def _say_next_try(self, how: str, what: str, wait_s: float) -> None:
-        self._say(f"a worker that {how}: {what}; another try in {wait_s:g} s, if the run goes on")
+        self._say(f"{how}: {what}; another try in {wait_s:g} s, if the run goes on")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """Take note that a worker of the present generation has ended."""

@@ -114,8 +114,8 @@ def _newest(starts: Starts) -> str:
     if len(newest) > 1:
         named = [f"{each} (run {_lowest(starts[each]).opening.run!r}, {_origin(starts[each])})" for each in newest]
         raise ValueError(
-            f"which start is the newest can't be told: each of these may be: {_listed(named)}. Give the directories of "
-            "all nodes; if these are all, leave out the files of those starts that are older"
+            f"it is not clear which start is the newest: each of these may be: {_listed(named)}. Give the directories "
+            "of all nodes; if these are all, leave out the files of the older starts"
         )
     try:
         TopologicalSorter(older).prepare()

@@ -166,9 +166,9 @@ def _end_now(code: int) -> NoReturn:
 def _end_late(code: int) -> NoReturn:
     time.sleep(FAILED_S)
     others = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    what = f"threads that run on: {', '.join(others)}" if others else "what the script does at its end goes on"
+    what = f"threads that run on: {', '.join(others)}" if others else "its exit handlers run on"
     with contextlib.suppress(OSError):  # The script may have closed it.
-        os.write(2, f"elasticrt: this worker has failed {FAILED_S:g} s ago, and ends now ({what})\n".encode())
+        os.write(2, f"elasticrt: this worker failed {FAILED_S:g} s ago, and is ended now ({what})\n".encode())
     _end_now(code)
 
 

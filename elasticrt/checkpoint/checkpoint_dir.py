@@ -142,7 +142,7 @@ class CheckpointDirectory:
 
     def unusable(self, error: Exception) -> CheckpointError:
         """The CheckpointError that the directory can't be used because of `error`."""
-        expected, remedy = "a directory that this user can write to", "Mend it, or use another directory"
+        expected, remedy = "a directory that this user can write to", "Fix it, or use another directory"
         what = "the checkpoint directory can't be used"
         return CheckpointError(what, str(self.path), got=error, expected=expected, remedy=remedy)
 

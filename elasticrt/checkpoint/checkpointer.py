@@ -129,7 +129,7 @@ class Checkpointer:
         least = self._asked_step if known is None else max(self._asked_step, known.step)
         if step < least and not beside:
             expected = f">= {least}, saved before"
-            raise ValueError(explain("steps go back", "Checkpointer.save", got=step, expected=expected))
+            raise ValueError(explain("the step number goes back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
         # Without a Loop, the steps of the newest save count as the run's.
         if not (of_loop or self._head.run.has_loop):
@@ -144,8 +144,11 @@ class Checkpointer:
             self._missed(kind, self._draft(step, epoch).commit, error)
             return []
         if self._head.knows_nothing and self._directory.had_commits:
-            what, expected = "there are checkpoints that this script has not read", "restore() before the first save()"
-            remedy = "Call it, so that what is older may be deleted, or save to another directory"
+            what, expected = (
+                "the directory has checkpoints that this script has not restored",
+                "restore() before the first save()",
+            )
+            remedy = "Call it, as saves delete older checkpoints, or save to another directory"
             raise CheckpointError(what, self._shown, expected=expected, remedy=remedy)
         return [partial(self._write_guarded, self._draft(step, epoch), of_loop, patient and of_loop)]
 
@@ -242,9 +245,11 @@ class Checkpointer:
         if self.lacks_head:
             goes_on = "from the newest checkpoint that is left"
         what = f"the last checkpoint, of step {step:,}, could not be saved"
-        remedy = f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}"
+        remedy = (
+            f"Free disk space there or fix this error, then start the same command again: training resumes {goes_on}"
+        )
         if repeated:
-            remedy = "Nothing is to be done: the next generation goes on"
+            remedy = "No action is needed: the next generation goes on"
         _unsaved[self._directory.path] = (commit.generation, kind(explain(what, self._shown, got=why, remedy=remedy)))
 
     def restore(self) -> State | None:

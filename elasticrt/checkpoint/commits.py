@@ -203,7 +203,7 @@ class DirectoryHead:
 
     def _ask(self, *, take: bool, patient: bool = True) -> Commit | None:
         """The head of this directory, as the agent knows it. With `take` the agent takes the directory for the run."""
-        what = "the agent cannot say who saves here"
+        what = "the agent cannot say whether another run saves here"
         again = ("unsure",) if patient else ()
         reply = self._answer(what, lambda number: OpenDirectory(number, str(self._path), self.place, take), again)
         if reply.ok:

@@ -138,7 +138,7 @@ class GroupTransport:
                 break
             if time.monotonic() > deadline:
                 how = f"nothing has moved for {self._stall_s:g} s"
-                raise dist.DistNetworkError(f"the state of another rank has not come through the group: {how}")
+                raise dist.DistNetworkError(f"the state of another rank did not arrive through the group: {how}")
             time.sleep(LOOK_S)
         # Also without a wait: an abort ends the sends, and with them the loop above.
         if self._over():

@@ -144,7 +144,13 @@ def transfer_state(
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
         order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
         if not order:
-            raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
+            raise RuntimeError(
+                explain(
+                    "no rank of this generation has a training state",
+                    "share",
+                    expected="at least one survivor that has it",
+                )
+            )
         # Every rank computes the same order. A rank outside of the chain is as far as the sender.
         if meeting.rank not in order:
             return None
@@ -256,7 +262,7 @@ class _ChainPlace:
 
 def _lost(how: str) -> Exception:
     """The error of a rank that is lost, which torch's collectives raise as well."""
-    error: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
+    error: Exception = dist.DistNetworkError(f"the state of another rank did not arrive: {how}")
     return error
 
 
@@ -283,7 +289,7 @@ def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> RankConn
             line = RankConnection(listening.accept()[0], meeting.over)
         except TimeoutError:
             if time.monotonic() > deadline:
-                raise _lost(f"rank {rank} has not come for it in {STALL_S:g} s") from None
+                raise _lost(f"rank {rank} did not fetch it in {STALL_S:g} s") from None
             continue
         said = bytearray(len(expected))
         with contextlib.suppress(dist.DistNetworkError):
@@ -382,7 +388,7 @@ def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Te
     # The checksum is passed on before it is compared, so the ranks behind check for themselves.
     if _NUMBER.unpack(here.passed(bytearray(_NUMBER.size))) != (checksum,):
         remedy = "If it happens again, the memory or the network of this node is bad"
-        raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
+        raise RuntimeError(explain("the state was corrupted on its way to this rank", "share", remedy=remedy))
 
 
 def _added(piece: WritableMemory, checksum: int) -> int:

@@ -27,7 +27,7 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
             raise ConfigError("this name is taken", where, remedy="Use another one")
         if isinstance(each, DataLoader):
             what, remedy = "a loader's own state can't be saved", "Give Loop(sampler=...) an ElasticBatchSampler"
-            expected = "the sampler: a loader's state is one rank's, and of what it has drawn"
+            expected = "the sampler: a loader's state is that of one rank, and includes batches read ahead"
             raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
@@ -84,7 +84,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             # Torch's message begins with a line that only names the module's class.
             said = str(error).partition(":\n\t")[2] or str(error)
-            remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
+            remedy = f"load_state_dict() said: {type(error).__name__}: {' '.join(said.split())[:600]}"
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
 
 

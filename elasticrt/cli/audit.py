@@ -78,7 +78,9 @@ def describe(verdict: AuditResult) -> list[str]:
     starts, redone = counted(verdict.starts, "start"), counted(verdict.redone, "step")
     lines.append(f"steps 1 to {verdict.steps:,} count; {starts}; {redone} superseded")
     if not verdict.ended:
-        lines.append(f"the end of the loop is not noted: of steps after {verdict.steps:,} this ledger proves nothing")
+        lines.append(
+            f"the end of the loop is not recorded: this ledger proves nothing about steps after {verdict.steps:,}"
+        )
     lines += [f"WRONG: {problem}" for problem in verdict.problems]
     upto = "" if verdict.ended else f", as far as step {verdict.steps:,}"
     lines.append(f"{'NOT ' if verdict.problems else ''}each sample counts exactly once{upto}")

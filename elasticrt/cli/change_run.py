@@ -163,4 +163,4 @@ def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> st
         return ""
     if any(member.ready and member.has_state for member, _ in members):
         return f": it saves, and waits for {counted(missing, 'more node')}"
-    return ": it trains on, as its workers could only be ended; from the next change on it waits with fewer"
+    return ": it trains on, as a wait would end its workers; the minimum counts from the next change on"

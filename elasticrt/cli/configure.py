@@ -72,7 +72,7 @@ def configure(
     etcd, serve = where_etcd_is(options)
     run_id = options.run_id or _new_run_id()
     workers = count_workers(options.nproc_per_node, env)
-    left = (f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)
+    left = (f"{word} comes after SCRIPT, so elasticrt does not read it. {ORDER}" for word in misplaced)
     notes = (*options.notes, *left, *surplus(slurm))
     options = replace(options, prefix=prefix_of(options, workers, env), notes=notes)
     settings = Settings(
@@ -113,7 +113,7 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
         what, remedy = "a module is Python", "Leave one of them out"
         raise ConfigError(what, "--module, --no-python", expected="one of the two", remedy=remedy)
     if not script:
-        expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
+        expected, remedy = "a training script after the options", "Example: train.py --epochs 10"
         raise ConfigError("nothing to run", "SCRIPT", expected=expected, remedy=remedy)
     argv = (script, *arguments)
     if options.module:
@@ -246,7 +246,10 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
         # /etc/hosts often maps a machine's own name to 127.0.1.1. A loopback address that was typed is meant.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
-        what, remedy = "a name that means this machine alone", "Give an IP address: `ip -brief address` shows them"
+        what, remedy = (
+            "a name at which only this machine can be reached",
+            "Give an IP address: `ip -brief address` shows them",
+        )
         raise ConfigError(what, "--local-addr", got=got, expected=expected, remedy=remedy)
     return ip
 
@@ -261,7 +264,7 @@ def read_credentials(options: EtcdOptions) -> Credentials:
             raise ConfigError("a file that cannot be read", option, got=path, expected=expected, remedy=remedy)
     user = options.etcd_user
     if user is not None and plain(user) != user:
-        raise ConfigError("not a user's name", "--etcd-user", got=user, expected="text in UTF-8", remedy="Check it")
+        raise ConfigError("not a user name", "--etcd-user", got=user, expected="text in UTF-8", remedy="Check it")
     return Credentials(user=user, **files)
 
 
@@ -283,7 +286,9 @@ def _check_log_dir(directory: Path) -> None:
             return
         got, expected = f"{there}: {error.strerror}", "a directory that can be made and written to"
         remedy = "Name another one. Without --log-dir it is elasticrt_runs"
-        raise ConfigError("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy) from None
+        raise ConfigError(
+            "the log directory cannot be used", "--log-dir", got=got, expected=expected, remedy=remedy
+        ) from None
 
 
 def prefix_of(options: RunOptions, workers: int, env: Mapping[str, str]) -> str:

@@ -48,10 +48,10 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    flags, only = (EtcdOptions, MeetingFlags), "the only one that lives here"
+    flags, only = (EtcdOptions, MeetingFlags), "the only live run on this machine"
     text = "show a run: its nodes, generation, newest checkpoint, goodput"
     status = add_command(subparsers, "status", main, text, *flags, epilog=STATUS)
-    declare_run(status, "the newest that lives here, else the newest")
+    declare_run(status, "the newest live run on this machine, else the newest")
     status.add_argument("--json", action="store_true", help="print an object of JSON, from the run's directory alone")
     status.add_argument("--watch", action="store_true", help="look again every 2 s until the run has ended")
     text = "end a whole run in order: all nodes save the present step and leave; the same --run-id goes on after it"

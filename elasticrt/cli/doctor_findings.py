@@ -99,9 +99,9 @@ def etcd(
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.4"),
         (server.used_bytes > 0.8 * quota, "warn", "; nearly full", "Compact and defragment it, or raise its quota"),
         (write_s > 0.1, "warn", "; slow", "Give it a disk that flushes within 10 ms, and a place near the nodes"),
-        (refused, "warn", no_times, "Look where a run may write, with its --run-id, or give the user that permission"),
+        (refused, "warn", no_times, "Give --run-id of a run to which this user may write, or grant that permission"),
         (unsafe, "warn", "; this version can lose its last writes in a crash", "Use 3.5.5 or newer"),
-        (open_to_all, "warn", "; whoever reaches it can change the runs", "Use TLS with client certificates"),
+        (open_to_all, "warn", "; anyone who can connect to it can change the runs", "Use TLS with client certificates"),
     )
 
 
@@ -119,7 +119,7 @@ def address(own: str, why: str, interface: str, told: str | None, interfaces: Ma
     return _judged(
         f"{own} on {interface or 'no interface'}: {why}",
         (not interface, "fail", "", "Give an address of this machine with --local-addr"),
-        (told is not None and told not in interfaces, "fail", f"{variable}, none of {known}", "Unset it"),
+        (told is not None and told not in interfaces, "fail", f"{variable}, which is none of {known}", "Unset it"),
         (told not in (None, interface), "warn", variable, "Unset it, or see that the nodes reach each other there"),
     )
 
@@ -143,13 +143,13 @@ def names(host: str, addresses: Collection[str], back: str, error: str, seconds:
     return _judged(
         f"{host} is {', '.join(sorted(addresses)) or 'unknown'}; its address is called {back or 'nothing'}",
         (error, "warn", f": {error}; nodes need no names, scripts may", "Add it to DNS or /etc/hosts"),
-        (seconds > 1, "warn", f"; asking took {seconds:.1f} s, and torch asks", "Mend DNS, or use /etc/hosts"),
+        (seconds > 1, "warn", f"; asking took {seconds:.1f} s, and torch asks", "Fix DNS, or use /etc/hosts"),
     )
 
 
 def ports(first: int, last: int, used: int) -> Finding:
     """Judge the ports from `first` to `last`, of which the kernel chooses those of a run; `used` of them are taken."""
-    free, remedy = last - first + 1 - used, "`ss -tan` shows who has them; or widen net.ipv4.ip_local_port_range"
+    free, remedy = last - first + 1 - used, "`ss -tan` shows what uses them; or widen net.ipv4.ip_local_port_range"
     return _judged(
         f"{free:,} of {first} to {last} are free; a run uses any of them",
         (free < 100, "fail", "", remedy),
@@ -212,7 +212,12 @@ def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float
     return _judged(
         f"{directory}: {whose} ({kind}), {_size(free)} free, flushes in {_ms(flush_s)}",
         (free < GIB, "warn", "", "Make room: a last save that fails ends the run with code 5"),
-        (kind in ("tmpfs", "ramfs", "overlay"), "warn", "; gone with the node or container", "Name a disk"),
+        (
+            kind in ("tmpfs", "ramfs", "overlay"),
+            "warn",
+            "; lost with the node or container",
+            "Name a directory on a disk",
+        ),
         (flush_s > 1, "warn", "; slow", "Choose faster storage, or save less often: Loop(every=)"),
     )
 
@@ -248,7 +253,7 @@ def gpus(shown: int, seen: Mapping[str, Any]) -> Finding:
 
 def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
     """Judge a SLURM job of so many `nodes`. `meets`: whether its agents are told where to meet."""
-    more, remedy = ": its nodes have no etcd to meet in", "Give --etcd, or --insecure-etcd to `elasticrt run`"
+    more, remedy = ": its nodes have no common etcd", "Give --etcd, or --insecure-etcd to `elasticrt run`"
     return _judged(said, (nodes > 1 and not meets, "warn", more, remedy))
 
 

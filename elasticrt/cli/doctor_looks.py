@@ -223,7 +223,7 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
             seen = json.loads(done.stdout.splitlines()[-1])
         else:
             # The last line of a traceback is the error.
-            error = next(reversed(done.stderr.splitlines()), f"importing torch ends it with {done.returncode}")
+            error = next(reversed(done.stderr.splitlines()), f"importing torch ends the process with {done.returncode}")
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure)
     yield "torch", findings.torch(platform.python_version(), seen, error)

@@ -86,15 +86,15 @@ def _served(run_id: str, story: Story | None) -> tuple[EmbeddedServer | None, st
     if served is None or story is None or story.etcd == str(served.address):
         return served, ""
     how = f"name its directory, or give --etcd {served.address}"
-    return None, f"A live run of that name is another directory's, or is starting: {how}"
+    return None, f"A live run of that name belongs to another directory, or is starting: {how}"
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
     """The error if no run is named. `live` are those that may be meant."""
-    got = f"{len(live)} live runs" if live else "no live run here"
+    got = f"{len(live)} live runs on this machine" if live else "no live run on this machine"
     expected = f"one of {', '.join(live)}" if live else "the name that `elasticrt run` has printed"
     remedy = "Name it: `elasticrt runs` lists them, with --log-dir DIR those that log elsewhere"
-    return ConfigError("which run?", "RUN", got=got, expected=expected, remedy=remedy)
+    return ConfigError("no run was named", "RUN", got=got, expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LiveRun:
             return has_ended(self.keys.run_id, f"{result.status}: {result.reason}")
         if self.record(self.keys.generation, Generation) is not None:
             remedy = f"The same `elasticrt run` with --run-id {self.keys.run_id} goes on with it"
-            return ConfigError("no node of this run is there", where, expected=expected, remedy=remedy)
+            return ConfigError("this run has no nodes", where, expected=expected, remedy=remedy)
         remedy = f"Wait until `elasticrt status {self.keys.run_id}` shows it"
         return ConfigError("no node of this run has registered yet", where, expected=expected, remedy=remedy)
 
@@ -180,7 +180,7 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
         raise has_ended(run_id, state(story), another)
     run_dir.check_events(directory)
     raise ConfigError(
-        "nothing tells here where the etcd of this run is",
+        "the etcd of this run is not known on this machine",
         f"run {run_id}",
         got=f"no events in {directory}, and no etcd that agents have started for it",
         expected="its name, as `elasticrt runs` has it",

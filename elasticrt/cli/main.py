@@ -30,10 +30,10 @@ BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has exa
 WHERE_MAX_BYTES = 160
 
 _MISTAKES = (
-    (r"the following arguments are required: (?P<name>.*)", "something is missing", "{name}"),
+    (r"the following arguments are required: (?P<name>.*)", "a required argument is missing", "{name}"),
     (r"argument (?P<name>[^ /:]+)\S*: expected one argument", "an option without its value", "{name} {value}"),
     (r"argument (?P<name>[^ /:]+)\S*: ignored explicit argument '(?P<got>.*)'", "an option without a value", "{name}"),
-    (r"unrecognized arguments: (?P<got>.*)", "not understood", "{usage}"),
+    (r"unrecognized arguments: (?P<got>.*)", "unknown argument", "{usage}"),
 )
 """What argparse says of a mistake; how we call the mistake; what was expected."""
 
@@ -175,7 +175,7 @@ _UNUSABLE = {
         "Give the run, node or file a shorter one",
     ),
     errno.EACCES: (
-        "a path that may not be looked at",
+        "this path cannot be accessed",
         "permission to search its directories",
         "Check the path and its permissions",
     ),

@@ -121,12 +121,12 @@ def check_refused(env: Mapping[str, str]) -> None:
     for flag, reason in REFUSED.items():
         name = f"PET_{_word(flag).upper()}"
         if env.get(name, "0") not in ("", "0", "null"):
-            raise ConfigError(f"not taken by elasticrt ({name}): {reason}")
+            raise ConfigError(f"not supported by elasticrt ({name}): {reason}")
 
 
 class _Refused(argparse.Action):
     def __call__(self, *_: Any) -> None:
-        raise ConfigError(f"not taken by elasticrt ({self.option_strings[0]}): {self.metavar}")
+        raise ConfigError(f"not supported by elasticrt ({self.option_strings[0]}): {self.metavar}")
 
 
 def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:

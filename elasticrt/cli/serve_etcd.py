@@ -36,7 +36,7 @@ class ServeOptions:
         "--client-ca-file FILE", None, "demand certificates of this authority from clients", os.path.abspath
     )
     insecure_etcd: bool = option(
-        "--insecure-etcd", False, "accept that whoever reaches the port can read and change the runs"
+        "--insecure-etcd", False, "accept that anyone who can connect to the port can read and change the runs"
     )
 
     @property
@@ -69,11 +69,11 @@ def main(arguments: argparse.Namespace) -> int:
     if options.listen is not None:
         if options.client_ca_file is None and not options.insecure_etcd:
             raise ConfigError(
-                "an etcd that authenticates nobody",
+                "an etcd without authentication",
                 "--listen",
                 expected="--client-ca-file, or no --listen: a socket that only you can use",
-                remedy="Whoever reaches the port, each user of this machine too, could read and change the runs; "
-                "--insecure-etcd accepts that",
+                remedy="Anyone who can connect to the port, every user of this machine too, could read and change the "
+                "runs; --insecure-etcd accepts that",
             )
         given = Address("https" if options.tls else "http", *options.listen)
         listen = etcd_server.resolve_listen_address(given, "--listen")
@@ -89,8 +89,8 @@ def check_tls(options: ServeOptions) -> None:
         return
     where = "--cert-file, --key-file, --client-ca-file"
     if options.cert_file is None or options.key_file is None or options.listen is None:
-        expected, remedy = "--listen, --cert-file and --key-file together", "Give the one that lacks, or leave them out"
-        raise ConfigError("half of TLS", where, expected=expected, remedy=remedy)
+        expected, remedy = "--listen, --cert-file and --key-file together", "Give the missing one, or none of them"
+        raise ConfigError("incomplete TLS options", where, expected=expected, remedy=remedy)
     # Loaded late, because it takes a while and few need it.
     import ssl
 
@@ -115,7 +115,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     if number != signal.SIGCHLD:
         return EXIT_OK if number == signal.SIGINT else EXIT_TERMINATED
     got, remedy = etcd.why_it_ended()
-    raise StoreError("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy)
+    raise StoreError("etcd ended by itself", str(binary), got=got or "no reason given", remedy=remedy)
 
 
 def how_to_join(address: Address, options: ServeOptions) -> list[str]:

@@ -95,11 +95,11 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
         and not (options.run_id or options.standalone)
     ):
         raise ConfigError(
-            "a step of several nodes, and runs of one node",
+            "each node of this SLURM step would train alone",
             "--nnodes",
-            got=f"{slurm.step_nodes} nodes in step {slurm.step}, each of which would train alone",
+            got=f"{slurm.step_nodes} nodes in step {slurm.step}",
             expected="how many nodes train together",
-            remedy=f"Give --nnodes 1:{slurm.step_nodes}, or --standalone where each node is to train for itself",
+            remedy=f"Give --nnodes 1:{slurm.step_nodes}, or --standalone if each node is to train alone",
         )
     run_id = slurm.run_id(options.nnodes[1]) if slurm is not None else None
     if slurm is None or run_id is None:
@@ -114,7 +114,7 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
         # the address decides.
         return replace(options, meet_at=there, serves=True if slurm.node == slurm.first else None)
     raise ConfigError(
-        "nodes of a SLURM job that have no etcd to meet in",
+        "the nodes of this SLURM job have no common etcd",
         "--etcd",
         got=f"{slurm.step_nodes} nodes in step {slurm.step}" if first else f"an element of array {slurm.array}",
         expected="an etcd that all of them reach",

@@ -69,7 +69,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             return True
         if away and not arguments.watch:
             raise
-        told = "etcd does not answer: " if isinstance(error, StoreUnavailable) else "told by its directory alone: "
+        told = "etcd does not answer: " if isinstance(error, StoreUnavailable) else "from the run's directory alone: "
         write(sys.stdout, plain(f"{told}{error}\n"))
         return not away and story.now_if_running(time.time()) is None
     if story is not None:

@@ -134,15 +134,15 @@ class TorchrunFlags(MeetingFlags):
         endpoint, notes = self.rdzv_endpoint, []
         if self.standalone:
             if options.run_id is not None:
-                notes.append(f"--standalone makes a run with a name of its own: not {options.run_id}")
+                notes.append(f"--standalone gives the run a name of its own: --run-id {options.run_id} is ignored")
             endpoint, options = "", _standalone(options)
         if self.master_addr is not None or self.master_port is not None:
             where = f"{bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
             said = f"{where} (--master-addr, --master-port)"
             if options.nnodes[1] == 1:
-                notes.append(f"{said} is left to the script: this node meets nobody there")
+                notes.append(f"{said} is left to the script: a run of one node does not use it")
             elif options.etcd or endpoint:
-                notes.append(f"agents do not meet at {said}: they are told another place")
+                notes.append(f"{said} is ignored: --etcd or --rdzv-endpoint says where agents meet")
             else:
                 endpoint = where
         if self.monitor_interval is not None:
@@ -162,7 +162,7 @@ class TorchrunFlags(MeetingFlags):
 
 def _standalone(options: RunOptions) -> RunOptions:
     if options.nnodes[0] > 1:
-        what, got = "a run of this node only that waits for more", f"a minimum of {options.nnodes[0]} nodes"
+        what, got = "a run of one node that would wait for more", f"a minimum of {options.nnodes[0]} nodes"
         remedy = "Leave --standalone out, or --nnodes and --min-nodes"
         raise ConfigError(what, "--standalone", got=got, expected="a minimum of 1", remedy=remedy)
     return replace(options, nnodes=(1, 1), run_id=None, etcd=(), standalone=True)
@@ -206,7 +206,7 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         where = f"--rdzv-conf {key}"
         if key not in _CONF:
             expected, remedy = f"one of {', '.join(_CONF)}", _REFUSED_CONF.get(key, "Leave it out")
-            raise ConfigError("a key that means nothing here", where, got=text, expected=expected, remedy=remedy)
+            raise ConfigError("a key that is not supported", where, got=text, expected=expected, remedy=remedy)
         try:
             given[key] = _CONF[key](text)
         except ValueError as error:

@@ -43,8 +43,8 @@ class Ledger:
 
     def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
         if directory is not None and not isinstance(sampler, ElasticBatchSampler):
-            got, expected = type(sampler).__name__, "ElasticBatchSampler, which has each sample exactly once"
-            what, remedy = "a ledger without a sampler that counts", "Leave ledger= out for another sampler"
+            got, expected = type(sampler).__name__, "a sampler that has each sample exactly once"
+            what, remedy = "a ledger needs an ElasticBatchSampler", "Leave ledger= out for another sampler"
             raise ConfigError(what, "Loop(sampler=)", got=got, expected=expected, remedy=remedy)
         self._directory = None if directory is None else Path(directory).absolute()
         self._sampler = sampler if isinstance(sampler, ElasticBatchSampler) else None

@@ -84,9 +84,9 @@ class SaveInterval:
             return cls(float(number) * seconds[word], "seconds")
         if word in ("step", "epoch") and number.isdigit() and int(number) > 0:
             return cls(int(number), "steps" if word == "step" else "epochs")
-        expected = '"30s", "5 min", "200 steps" or "1 epoch", more than none'
+        expected = '"30s", "5 min", "200 steps" or "1 epoch", above zero'
         remedy = "Leave it out for one every 30 s"
-        raise ConfigError("not a distance between saves", "Loop(every=)", got=text, expected=expected, remedy=remedy)
+        raise ConfigError("not an interval between saves", "Loop(every=)", got=text, expected=expected, remedy=remedy)
 
     def is_due(self, position: Position, saved: Position, since_s: float) -> bool:
         """Whether to save now.

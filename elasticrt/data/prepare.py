@@ -142,7 +142,7 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
 
 
 def _failed(target: Path, error: OSError) -> PreparationError:
-    expected, remedy = "a directory that this user can write to, with room", "Mend it, or prepare the data elsewhere"
+    expected, remedy = "a directory that this user can write to, with room", "Fix it, or prepare the data elsewhere"
     return PreparationError("preparation failed", str(target), got=error, expected=expected, remedy=remedy)
 
 
@@ -187,7 +187,7 @@ def _fill(workshop: Path, target: Path, build: Callable[[Path], object], version
             build(workshop)
         except (Exception, SystemExit) as error:
             got, expected = f"{type(error).__name__}: {error}", "a build without an exception"
-            what, remedy = "the build function failed", "Mend it, then start again"
+            what, remedy = "the build function failed", "Fix it, then start again"
             raise PreparationError(what, str(target), got=got, expected=expected, remedy=remedy) from error
         _describe(workshop, version, str(target))
     except OSError as error:
@@ -228,7 +228,7 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
         if not ours and any(target.iterdir()):
             # Not a prepared directory. It may be the user's only copy of something, so it is kept.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
-            say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
+            say(f"{target} has no record of its preparation; moved to {aside.name} and prepared again")
         target.rename(aside)
     workshop.rename(target)
     sync(target.parent)
@@ -243,7 +243,9 @@ def _describe(directory: Path, version: str, shown: str) -> None:
     """
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
     if not paths:
-        raise PreparationError("the build function made nothing", shown, got="an empty directory", expected="some file")
+        raise PreparationError(
+            "the build function created no files", shown, got="an empty directory", expected="some file"
+        )
     files = [{**_stamp(path), "path": str(path.relative_to(directory))} for path in paths]
     write_text(directory / RECORD, json.dumps({"format": _FORMAT, "version": version, "files": files}, indent=1) + "\n")
     sync_tree(directory)
@@ -387,7 +389,10 @@ class ClaimRight:
             raise PreparationError(reply.reason or "the build failed elsewhere")
         if reply.refusal == "done" and time.monotonic() - self._since > _VISIBLE_S:
             got, expected = f"nothing that fits its record for {_VISIBLE_S:.0f} s", "storage that all nodes share"
-            what, remedy = "prepared, but not there", 'Use scope="node", or another version'
+            what, remedy = (
+                "another node has prepared the data, but they are not visible on this node",
+                'Use scope="node", or another version',
+            )
             raise PreparationError(what, str(self._target), got=got, expected=expected, remedy=remedy)
         return reply.ok
 

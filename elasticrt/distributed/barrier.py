@@ -127,7 +127,11 @@ class Barrier:
             now = time.monotonic()
             if now - began >= min(limit_s, self._limit_s):
                 raise TimeoutError(
-                    explain("waited too long", self._what, got=f"{now - began:.0f} s for {self._missing(name)}")
+                    explain(
+                        "waited too long for other ranks",
+                        self._what,
+                        got=f"{now - began:.0f} s for {self._missing(name)}",
+                    )
                 )
             if prints and now - printed >= _PROGRESS_S:
                 printed = now
@@ -140,7 +144,7 @@ class Barrier:
         here = [rank for rank in range(self._world_size) if self._store.check([self._key(rank)])]
         away = sorted(set(range(self._world_size)) - set(here))
         busy = [rank for rank in here if bytes(self._store.get(self._key(rank))) == b"?"]
-        parts = [_ranks(away, "to come"), _ranks(busy, "to be through")]
+        parts = [_ranks(away, "to arrive"), _ranks(busy, "to finish")]
         return " and ".join(part for part in parts if part) or "nobody"
 
 
@@ -188,7 +192,7 @@ def _first(leader: int, name: str) -> Iterator[bool]:
     rank, _ = rank_and_world()
     turns = Barrier(name)
     if rank != leader and (failed := turns.wait_for(leader)):
-        raise RuntimeError(explain("who went first failed", name, got=failed))
+        raise RuntimeError(explain("the rank that runs the block first has failed", name, got=failed))
     _in_turns += 1
     try:
         yield rank == leader

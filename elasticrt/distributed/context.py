@@ -220,9 +220,9 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     address = os.environ.get("MASTER_ADDR", "")
     if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
         raise ConfigError(
-            "nobody says where the process group meets",
+            "MASTER_ADDR or MASTER_PORT is not set",
             "environment",
-            got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
+            got=f"RANK={rank} WORLD_SIZE={world_size}",
             remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
         )
     # Gloo resolves the machine's own name to find an interface, and fails if that name does not resolve. When all ranks

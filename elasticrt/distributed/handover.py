@@ -49,7 +49,7 @@ def must_leave(page: StatusPage, step: int) -> bool:
         if go:
             return step >= go
         if time.monotonic() > deadline:
-            _log.warning("held after step %d for %.0f s without a word from the agent; going on", step, HOLD_S_MAX)
+            _log.warning("held after step %d for %.0f s, and the agent did not answer; going on", step, HOLD_S_MAX)
             return False
         time.sleep(POLL_S)
     return False

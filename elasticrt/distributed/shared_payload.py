@@ -112,10 +112,10 @@ def share_payload(payload: Payload | None, size: int, digest: str, source: int =
     whole = all(well for (well,) in collectives.gather_numbers([int(not damage)]))
     if damage:
         remedy = "If it happens again, the memory or the network of this node is bad"
-        what = "the state has changed on its way to this rank"
+        what = "the state was corrupted on its way to this rank"
         raise RuntimeError(explain(what, f"rank {rank}", got=damage.removeprefix("got "), remedy=remedy))
     if not whole:
-        raise RuntimeError(explain("the state has changed on its way to another rank", "restore"))
+        raise RuntimeError(explain("the state was corrupted on its way to another rank", "restore"))
     return found
 
 

@@ -22,8 +22,8 @@ TEXT_MAX_BYTES = 6000
 """The longest texts in a report in etcd, and in the result of a run."""
 
 ENDED_EARLY = (
-    "ended early, with exit code 0, while others were in a collective; "
-    "let all ranks make equally many steps, and none of them call sys.exit before"
+    "exited with code 0 while other ranks were in a collective; "
+    "make sure that all ranks take the same number of steps, and that none calls sys.exit early"
 )
 # The form of `Failure.early`.
 _EARLY = re.compile(r"([0-9a-f]{16})?")
@@ -88,7 +88,7 @@ def first_cause(failures: Sequence[Failure], ended: Sequence[str]) -> Failure | 
     causes = [each for each in failures if not each.collateral] or [each for each in failures if each.code == 0]
     if not causes and failures and ended:
         said = f"{ended[0]}: {ENDED_EARLY}"
-        text = failures[0].text.replace(" failed first, ", " failed of it, ", 1)
+        text = failures[0].text.replace(" failed first, ", " failed because of it, ", 1)
         return replace(failures[0], code=0, summary=said, text=f"{said}\n{text}")
     return next(iter([*causes, *failures]), None)
 
@@ -112,7 +112,7 @@ NEVER_MET = re.compile(
 )
 """Errors of gloo, NCCL and torch's store when workers cannot reach each other at their announced addresses."""
 
-NOT_LET_GO = "gloo did not let it go"
+NOT_LET_GO = "gloo kept waiting after the connection was closed"
 LET_GO_NEVER = f"{NOT_LET_GO} (connection closed by peer in the middle of a message)"
 """The error of a survivor that gloo leaves waiting for ever, so that the worker is replaced. docs/limits.md says how
 often this happens."""

@@ -96,7 +96,7 @@ def put(fd: int, data: bytes) -> None:
     if fd in _unread:
         wait_s = 0.0
         if _unread[fd]:
-            note = f"\n[elasticrt: {_unread[fd]} lines are missing here: nothing was read]\n".encode()
+            note = f"\n[elasticrt: {_unread[fd]} lines are missing here: the output was not read]\n".encode()
     view = memoryview(note + data)
     poll = select.poll()
     poll.register(way, select.POLLOUT)

@@ -198,7 +198,7 @@ def unagreed(silent: Sequence[str], failed: Sequence[str], why: str) -> Culprit:
         why: why no generation can be agreed, in words.
     """
     lost = [_do_not_answer(silent)] if silent else []
-    reason = f"{'; '.join([*failed[:RANKS_MAX], *lost])}, and no other group can be agreed: {why}"
+    reason = f"{'; '.join([*failed[:RANKS_MAX], *lost])}, and no new generation can be agreed: {why}"
     return Culprit((), tuple(silent), reason)
 
 
@@ -247,7 +247,7 @@ def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Cu
 
 
 def _link(ends: Sequence[str]) -> str:
-    return f"the link between {' and '.join(ends[:LINKS_MAX])} lets nothing through"
+    return f"no data passes between {' and between '.join(ends[:LINKS_MAX])}"
 
 
 def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:

@@ -152,8 +152,8 @@ class HangMonitor:
         if stacks.final:
             self._write(stacks, lines, self.steps.detector.step)
         if self._hang_s:
-            bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
-        what = "has done nothing since" if stacks.final else f"is waited for{bound}"
+            bound = f" (it is ended after doing nothing for {self._hang_s:g} s: --hang-timeout)"
+        what = "has done nothing since" if stacks.final else f"still runs{bound}"
         for rank, each in lines.items():
             self._workers.say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
         who = f"rank {min(lines)} on {self._workers.settings.node}"

@@ -48,7 +48,7 @@ def parse_fault(text: str) -> Fault:
     """The fault in one `--fault` option. Raises ConfigError, with the grammar as the remedy, for anything else."""
     found = _FAULT.fullmatch(text)
     if found is None:
-        what, remedy = "this is no fault that simulate knows", f"Write it as {GRAMMAR}"
+        what, remedy = "not a fault that simulate knows", f"Write it as {GRAMMAR}"
         raise ConfigError(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy)
     step = int(found["step"]) if found["step"] else None
     after_s = float(found["after_s"]) if found["after_s"] else None

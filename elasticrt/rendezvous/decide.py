@@ -116,11 +116,11 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return _leave_drained(me, view)
     if view.generation_number < me.highest_generation:
         known, before = view.generation_number, me.highest_generation
-        return Halt(f"the store knows generation {known} but had generation {before}: data lost", EXIT_STORE)
+        return Halt(f"etcd has generation {known}, and had generation {before}: data lost", EXIT_STORE)
     if view.data_loss:
         return _end_after_data_loss(view, f"{view.data_loss}: data lost")
     if view.spec is None:
-        return Halt("the store does not know the options of this run any more: data lost", EXIT_STORE)
+        return Halt("etcd no longer has the options of this run: data lost", EXIT_STORE)
     if view.spec.record.attempt != me.attempt:
         return Halt(f"attempt {view.spec.record.attempt} of this run has begun without this node", EXIT_DUPLICATE)
     if view.spec.record.spec != me.spec:
@@ -145,7 +145,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     # What should the other members know of this one? To tell them needs etcd, so this comes after the check of the
     # lease.
     if me.lease == "lost" or own_key is None or not registered:
-        return Register("no member key of this life in the store")
+        return Register("this node has no member key in etcd")
     if own_key.record.draining and not me.record.draining:
         return Drain("asked to drain")
     # The report comes before the key: `as_reported` takes a report that is newer than the key at its word. A report
@@ -300,7 +300,7 @@ def _judge_silent_leader(view: View, me: Me, leader: Stored[Member], since: floa
     silent = sum(each.kind == "silent" for each in known)
     if 2 * silent < 1 + len(known):
         return Fence(f"the leader {name} is silent, the others are not", leader)
-    return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases will tell")
+    return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases in etcd decide")
 
 
 def _lead(me: Me, view: View, now: float) -> Decision:
@@ -391,7 +391,7 @@ def _start_anew(context: LeaderContext, kind: Literal["start", "lost"] = "start"
         return too_few
     settled = settled_at(context)
     if context.now < settled:
-        return Wait(f"{counted(len(candidates(context.view)), 'node')} ready; waiting for quiet", settled)
+        return Wait(f"{counted(len(candidates(context.view)), 'node')} ready; waiting briefly for more", settled)
     cause = cause or ("start" if context.view.generation_number == 0 else ANEW)
     head = context.view.head
     # If the roster was deleted in etcd, the leader has no seat any more but may still hold a copy. A copy counts as the
@@ -440,7 +440,7 @@ def _after_failure(context: LeaderContext, failed: list[Stored[Report]]) -> Deci
     if failure.stalled and len(failed) < len(context.seats):
         until = context.failed_since + STACKS_GRACE_S
         if context.now < until:
-            return Wait("no progress; waiting for what the other nodes' workers were doing", until)
+            return Wait("no progress; waiting for the stacks of the other nodes' workers", until)
     spec = context.spec
     # The same error at the same place, twice before the first step, will come a third time.
     if failure.early and failure.early == context.generation.restarts.early and not context.has_progressed:
@@ -448,9 +448,9 @@ def _after_failure(context: LeaderContext, failed: list[Stored[Report]]) -> Deci
         return _give_up(context, reason, failure_text(failure, failed))
     restarts = context.generation.restarts if failure.misfit else restarts_after(context, failure)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
-        what = "without getting further " if spec.restarts_reset else ""
+        what = "without a new step " if spec.restarts_reset else ""
         cause = _describe_failure(failure, context.generation)
-        reason = f"{cause} ({counted(spec.max_restarts, 'restart')} {what}spent)"
+        reason = f"{cause} ({counted(spec.max_restarts, 'restart')} {what}used up)"
         return _give_up(context, reason, failure_text(failure, failed))
     pending_seats = _seats_yet_to_report(context, failed)
     until = context.failed_since + COLLATERAL_GRACE_S
@@ -594,16 +594,17 @@ def _fence_or_wait(context: LeaderContext) -> Decision | None:
             return Probe("is that still so?", tuple(each for each, _, _ in silent))
         if context.now < term_over:
             until = ask_again if context.now < ask_again else term_over
-            return Wait(f"{context.silent_count} of {nodes} silent: the leases will tell", until)
+            return Wait(f"{context.silent_count} of {nodes} silent: the leases in etcd decide", until)
         if len(context.seats) == 2:
             return Fence(f"{seat.node} has been silent for a whole lease term", key)
         # The leases of the silent nodes live. That most of a run is cut off is unlikely, so this node is. It comes back
         # with the youngest key, and another member leads.
-        return Rejoin(f"{context.silent_count} of {nodes} are silent, and there are leases among them")
+        return Rejoin(f"{context.silent_count} of {nodes} are silent, but some of their leases live")
     keyless = [seat for seat, key, _ in here if key is None and not _is_lost(context, seat)]
     if keyless:
         until = min(_lost_at(context, seat) for seat in keyless)
-        return Wait(f"no key of {list_names(seat.node for seat in keyless)}, who may register again", until)
+        names = list_names(seat.node for seat in keyless)
+        return Wait(f"no member key of {names}: waiting for a new registration", until)
     return None
 
 

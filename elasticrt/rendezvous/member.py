@@ -163,7 +163,7 @@ class Member:
                 self.outage.begin(error, now)
                 return self.outage.retry_at
             case LeaseLost():
-                self._note(f"etcd has given this node's lease up: {error}")
+                self._note(f"this node's lease in etcd is gone: {error}")
                 self.me = replace(self.me, lease="lost")
                 return 0.0
             case StoreBlocked():

@@ -105,7 +105,7 @@ class Outage:
         """
         if self.refused_since is None:
             self.refused_since = now
-            self._say(f"{error}; workers run on, nothing can be agreed until then")
+            self._say(f"{error}; workers run on, without a change of membership until etcd takes writes again")
         if now - self.refused_since > RIDE_THROUGH_S:
             raise error
         return now + RETRY_S

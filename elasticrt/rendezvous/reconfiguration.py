@@ -90,7 +90,7 @@ def take_part_in_handover(me: Me, view: View) -> Decision | None:
     if me.hold_revision != handover.create_revision:
         return Hold(f"asked to hold: {handover.record.cause}", handover.create_revision)
     if handover.record.step and me.leave_after_step != handover.record.step:
-        return Go(f"all leave after step {handover.record.step}", handover.record.step, handover.record.save)
+        return Go(f"all workers stop after step {handover.record.step}", handover.record.step, handover.record.save)
     return None
 
 
@@ -121,7 +121,7 @@ def lead_planned_change(context: LeaderContext) -> Decision:
     if missing and context.now < until:
         to_come = list_names(seat.node for seat in missing)
         until = min(until, probe_times(handover, context.now)[1])
-        return Wait(f"all leave after step {handover.record.step}; {to_come} to come", until)
+        return Wait(f"all workers stop after step {handover.record.step}; waiting for {to_come}", until)
     if missing:
         return _replace_without_step(context, change)
     if change.save and not handover.record.save:
@@ -147,7 +147,7 @@ def _after_waiting(context: LeaderContext) -> Decision:
     missing = [seat for seat in context.seats if context.key_of(seat) and not context.has_reported(seat, "held")]
     until = leave_deadline(context)
     if context.draining_seats and missing and context.now < until:
-        return Wait(f"the state is saved; {list_names(seat.node for seat in missing)} to come", until)
+        return Wait(f"waiting for {list_names(seat.node for seat in missing)} to save the state", until)
     too_few = decide_if_too_few(context)
     if too_few is not None:
         return too_few
@@ -172,7 +172,7 @@ def _after_hold(context: LeaderContext, change: PlannedChange, handover: Stored[
     until = handover.since + HOLD_S_MAX
     if missing and context.now < until:
         until = min(until, probe_times(handover, context.now)[1])
-        return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
+        return Wait(f"workers hold; waiting for {list_names(seat.node for seat in missing)} to answer", until)
     # If every late node runs the generation, its workers may just have ended, and the join is given up. A node whose
     # workers have not begun the generation, for example because a data preparation is still building there, has no
     # step. Then the generation is replaced without an agreed one.
@@ -183,7 +183,7 @@ def _after_hold(context: LeaderContext, change: PlannedChange, handover: Stored[
     record = HandoverRecord(
         generation=context.generation.number, cause=change.cause, step=max(entered), save=change.save
     )
-    return WriteHandover(f"{change.cause}: all leave after step {record.step}", record)
+    return WriteHandover(f"{change.cause}: all workers stop after step {record.step}", record)
 
 
 def _save_together(context: LeaderContext, change: PlannedChange) -> Decision:
@@ -208,7 +208,7 @@ def _wanted_change(context: LeaderContext) -> PlannedChange | Wait:
     nodes: the new minimum then counts from the next change on.
     """
     if context.view.ended_nodes:
-        return Wait("closing: a worker has ended, nobody joins any more")
+        return Wait("the run is ending: a worker has finished, no node joins any more")
     if context.draining_seats:
         all_leave = len(context.draining_seats) == len(context.seats)
         save = len(candidates(context.view)) < context.spec.min_nodes or all_leave

@@ -139,10 +139,10 @@ class Replica:
         found, now = yield Read(range_, limit, by_create)
         lost = ""
         if self._store_id and found.store_id != self._store_id:
-            lost = "another store answers"
+            lost = "another etcd answers"
         # Reads are linearizable, so the revisions of an intact store never go back.
         elif found.revision < self._revision:
-            lost = f"the store is at revision {found.revision} and was at {self._revision}"
+            lost = f"etcd is at revision {found.revision}, and was at {self._revision}"
         if lost:
             self._note(lost)
             self.view = View(self.view.node, data_loss=lost if self.view.generation_number else "")

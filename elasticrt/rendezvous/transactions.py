@@ -204,7 +204,7 @@ def write_handover(keys: Keys, view: View, handover: HandoverRecord) -> Txn:
         ),
         operations=(Put(keys.handover, handover.encode()),),
         why=f"handover of generation {handover.generation}: "
-        + (f"all leave after step {handover.step}" if handover.step else "hold"),
+        + (f"all workers stop after step {handover.step}" if handover.step else "hold"),
     )
 
 

@@ -282,7 +282,7 @@ class _Operation:
                 # A certificate that has expired, ours or the server's, is renewed while the training goes on.
                 if self._connections.has_answered or len(self._untrusted) < len(self._connections.names):
                     return _AgainError(self._last_failure)
-                what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
+                what, expected = "this endpoint is not etcd, or TLS failed", "etcd's gRPC port"
                 remedy = "Check host and port; an etcd with TLS needs https://"
                 if endpoint.address.scheme == "https":
                     files = "--etcd-ca-file, --etcd-cert-file and --etcd-key-file"

@@ -298,7 +298,7 @@ def runtime_directory() -> Path:
     problem = what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
-        remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
+        remedy = "Another user could control it: remove it, or set XDG_RUNTIME_DIR"
         raise ConfigError("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
     return directory
 

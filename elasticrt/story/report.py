@@ -98,7 +98,7 @@ def paces(story: Story, now: float | None = None) -> str:
     if story.scalars and story.chapter is not None and not story.nodes_with_events.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     none = "" if story.nodes_without_events() or story.open_gaps() else "; no checkpoint"
-    newest = "newest checkpoint" + (" told of" if story.open_gaps() else "")
+    newest = "newest known checkpoint" if story.open_gaps() else "newest checkpoint"
     text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else none
     # The script ended inside its loop. A node with a run directory of its own may have saved more.
     if (
@@ -204,7 +204,7 @@ def time_table(story: Story, now: float | None = None) -> list[str]:
     sums = {column: sum(spent.values()) for column, spent in found.items()}
     for name in names:
         rows.append((name, *(share(spent.get(name, 0.0), sums[column]) for column, spent in found.items())))
-    rows.append(("in all", *(share(total_s, total_s) for total_s in sums.values())))
+    rows.append(("total", *(share(total_s, total_s) for total_s in sums.values())))
     return table(rows)
 
 

@@ -86,7 +86,7 @@ def says_nothing(directory: Path) -> ConfigError:
     """The error for a `directory` whose files have no events."""
     got, expected = "no event of an agent", f"events of version {VERSION}"
     remedy = "Wait for the first agent's, or name another run"
-    return ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
+    return ConfigError("no usable events in this directory", str(directory), got=got, expected=expected, remedy=remedy)
 
 
 def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:

@@ -43,7 +43,7 @@ def waiting(chapter: Chapter) -> str:
     """`1 node of at least 2: the run waits with the state after step 66`, or that it first saves the state."""
     state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
     if chapter.saves:
-        return f"{counted(len(chapter.nodes), 'node')}: first {state} is to be saved"
+        return f"{counted(len(chapter.nodes), 'node')}: saving {state} first"
     return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 
@@ -89,9 +89,11 @@ def saved_again(event: events.Committed) -> str:
 
 
 def etcd_away(story: Story, now: float) -> str:
-    """`etcd has not answered for 12 s: nothing is committed or agreed`; "" if etcd answers."""
+    """`etcd has not answered for 12 s: no commits, no changes of membership`; "" if etcd answers."""
     since = story.etcd_away_since()
-    return "" if since is None else f"etcd has not answered for {lasted(now - since)}: nothing is committed or agreed"
+    if since is None:
+        return ""
+    return f"etcd has not answered for {lasted(now - since)}: no commits, no changes of membership"
 
 
 def missing_events(gap: Gap) -> str:
@@ -137,9 +139,9 @@ def state(story: Story, now: float | None = None) -> str:
         return "; ".join(filter(None, (_state_now(story, now), etcd_away(story, now))))
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
-        return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
+        return f"no event since {last:%Y-%m-%d %H:%M:%S} UTC, and no end was recorded"
     if others := story.nodes_without_events():
-        return f"no agent of this directory is left ({ends(story.lives)}); what {listed(others)} did is not told here"
+        return f"no agent of this directory is left ({ends(story.lives)}); it has no events of {listed(others)}"
     newest = {life.node: life for life in story.lives}
     first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
     # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
@@ -148,7 +150,7 @@ def state(story: Story, now: float | None = None) -> str:
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
     last_ones = [newest[life.node] for life in story.lives_in(story.chapter)] if story.chapter is not None else []
     if untold := story.open_gaps():
-        why = f"{listed([gap.node for gap in untold])} could not write that down: {untold[0].reason}"
+        why = f"{listed([gap.node for gap in untold])} could not write events: {untold[0].reason}"
         return f"how it ended is not known, as {why}; {to_go_on(story)}"
     left = {
         life.code for life in last_ones or newest.values() if life.gone_at is None and not (unsaved and life is first)
@@ -156,7 +158,9 @@ def state(story: Story, now: float | None = None) -> str:
     if left == {EXIT_TERMINATED} or (unsaved and not left):
         failed = "the last checkpoint could not be saved; " if unsaved else ""
         return f"stopped; {failed}{to_go_on(story)}"
-    return f"ended without a result ({ends(story.lives)}); {to_go_on(story)}" if story.lives else "nobody has joined it"
+    if not story.lives:
+        return "no node has joined it"
+    return f"ended without a result ({ends(story.lives)}); {to_go_on(story)}"
 
 
 def to_go_on(story: Story) -> str:

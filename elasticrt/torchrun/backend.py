@@ -269,5 +269,5 @@ def _options(parameters: RendezvousParameters) -> dict[str, Any]:
         raise ConfigError(what, "--rdzv-conf", got=unknown, expected=expected)
     join = parameters.get("join", "now")
     if join not in ("now", "failure"):
-        raise ConfigError("no such way", "--rdzv-conf join", got=join, expected="now, failure")
+        raise ConfigError("unknown value", "--rdzv-conf join", got=join, expected="now, failure")
     return {name: parameters.get(name, default) for name, default in OPTIONS.items()}

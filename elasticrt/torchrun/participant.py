@@ -303,4 +303,4 @@ class Participant(WorkerSide):
         try:
             self.loop.driver.run(self.member.leave(seat_too=left))
         except StoreError as error:
-            log.warning("etcd could not be told: %s; the lease will tell the others", error)
+            log.warning("etcd could not be told that this node leaves: %s. Others see it when the lease ends", error)

@@ -35,7 +35,7 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
         return
     argument = "batch_sampler" if isinstance(sampler, ElasticBatchSampler) else "sampler"
     if getattr(loader, argument) is not sampler:
-        remedy = f"Make it by DataLoader({argument}=sampler)"
+        remedy = f"Create it with DataLoader({argument}=sampler)"
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
     if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
@@ -66,7 +66,7 @@ def samples_per_batch(loader: object) -> int:
     """
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int):
-        what, remedy = "how many samples are in a batch?", "Use a DataLoader with batch_size, or ElasticBatchSampler"
+        what, remedy = "the batch size is not known", "Use a DataLoader with batch_size, or ElasticBatchSampler"
         raise ConfigError(what, "batches", got=f"batch_size={size}", remedy=remedy)
     return size
 

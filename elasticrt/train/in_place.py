@@ -118,7 +118,7 @@ class InPlace:
         if obstacle:
             self._hindered = True
             if not self.worker.rank:
-                _log.warning("workers are started anew when the membership changes: %s", obstacle)
+                _log.warning("all workers restart when the membership changes: %s", obstacle)
             return
         self._follow()
         self._page.in_place = IN_PLACE
@@ -135,7 +135,7 @@ class InPlace:
         if sampler is not None and sampler.has_given_rank:
             return "the sampler was given its rank: leave rank and world size out"
         if sampler is not None and isinstance(loader, Iterator):
-            return "the batches come from an iterator, which cannot begin anew: give the loader, or a class around it"
+            return "the batches come from an iterator, which cannot start again: give the loader, or a class around it"
         if sampler is None:
             # Where another iterable, or the script itself, draws from is not known. So any DistributedSampler in the
             # process may be in use.

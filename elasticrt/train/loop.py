@@ -106,7 +106,7 @@ class Loop:
             what, remedy = "not one of our samplers", "Leave it out for another one"
             raise TypeError(explain(what, "Loop(sampler=)", got=sampler, expected=expected, remedy=remedy))
         if resume not in ("auto", "fresh"):
-            raise ConfigError("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
+            raise ConfigError("unknown value", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
         self._shown = path_of(directory, "Loop")
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
@@ -394,7 +394,8 @@ class Loop:
                 self._batch_left(sys._getframe().f_back)
                 raise
             if tracker.passes != number:
-                raise ConfigError("left behind", "batches", got="a later batches() in the same epoch")
+                what, expected = "two batches() of one epoch at the same time", "one to end before the next begins"
+                raise ConfigError(what, "batches", expected=expected)
             if tracker.repeats:
                 self._forget_between()
                 continue

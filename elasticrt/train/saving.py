@@ -43,7 +43,7 @@ class Saving:
         self, state: TrainingState, directory: str | os.PathLike[str], *, every: str, keep: int, memory: float
     ) -> None:
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
-            raise ConfigError("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
+            raise ConfigError("not a share of the memory", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
         worker = agent_client.worker_env()
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)

@@ -171,7 +171,8 @@ class Undo:
             # DDP exchanges gradients by collectives. A first step without any means that the model is not in DDP, and
             # that the ranks train apart.
             if collectives.sequence_number() == self._at_first and not collectives.alone():
-                _log.warning("the first step has exchanged nothing: each rank trains a model of its own. %s", _REMEDY)
+                what = "the first step exchanged nothing between ranks: each rank trains a model of its own. %s"
+                _log.warning(what, _REMEDY)
         # An optimizer that has not stepped may be adding up gradients over several steps. Those of all parameters are
         # kept then.
         self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))

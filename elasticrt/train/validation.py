@@ -26,13 +26,13 @@ def check_stage(stage: str, where: str) -> None:
         where: the name of the script's call.
     """
     if stage == "broken":
-        what, got = "this Loop was left by an exception", "a step that the optimizer took and nobody counted"
+        what, got = "this Loop was left by an exception", "a step of the optimizer that was not counted"
         remedy = "Make a new Loop: it goes on from the newest checkpoint"
         raise ConfigError(what, where, got=got, remedy=remedy)
     if stage == "cut short":
         what, got = "the batches were ended by an iterator around them", "one like islice or zip"
         expected, remedy = (
-            "one that counts no tries that are done again",
+            "none, because it also counts steps that are done again",
             "Leave the loop by `break`, by loop.steps_done",
         )
         raise ConfigError(what, where, got=got, expected=expected, remedy=remedy)
@@ -46,7 +46,7 @@ def check_entered(*, requested: bool) -> None:
     if requested:
         got, expected = "loop.step()", "with loop.step(): ..."
         remedy = "Put the step into its block; numbers to show go to loop.report(...)"
-        raise ConfigError("called, and not entered", "step", got=got, expected=expected, remedy=remedy)
+        raise ConfigError("called without a with block", "step", got=got, expected=expected, remedy=remedy)
 
 
 def check_left(error: BaseException | None, step: int) -> None:
@@ -98,7 +98,7 @@ def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
     if not has_batch:
         expected = "one in the body of `for batch in loop.batches(loader):`"
         if has_drawn:
-            remedy = "No list() and no prefetcher around loop.batches, and no step behind its batches"
+            remedy = "No list() and no prefetcher around loop.batches, and no step after its batches"
             raise ReadAheadError("a step without a batch", "step", expected=expected, remedy=remedy)
         remedy = "Where the script draws its data itself write `for step in loop.steps(total):`"
         raise ConfigError("a step without a batch", "step", expected=expected, remedy=remedy)
@@ -131,9 +131,9 @@ def check_known(*, known: bool) -> None:
     Such an evaluation returns what it returned after the step before. The other ranks may not make it.
     """
     if not known:
-        what, got = "an evaluation after a try that is done again", "none after the step before"
+        what, got = "an evaluation after a try that is done again", "no evaluation after the step before"
         remedy = "Write `if loop.complete:` around what follows the block of the step"
-        raise ConfigError(what, "evaluate", got=got, expected="a step that is done", remedy=remedy)
+        raise ConfigError(what, "evaluate", got=got, expected="a complete step", remedy=remedy)
 
 
 def check_evaluated(*, is_awaited: bool, step: int) -> None:
@@ -143,7 +143,7 @@ def check_evaluated(*, is_awaited: bool, step: int) -> None:
     """
     if is_awaited:
         what, got = "other ranks evaluate here, and this one does not", f"the end of step {step}, and no `evaluate`"
-        remedy = "Decide by loop.steps_done and loop.complete whether to call it, and by nothing else of this rank's"
+        remedy = "Decide whether to call it by loop.steps_done and loop.complete alone, which are the same on all ranks"
         raise RuntimeError(explain(what, "evaluate", got=got, expected="the same calls on all ranks", remedy=remedy))
 
 

@@ -434,7 +434,7 @@ class World:
         """
         if not self._undo.in_step and self.in_place.is_of_peer(error):
             if not repeated:
-                what = "%r after step %d has lost a worker, and is not done again: the run goes on after it"
+                what = "%r after step %d failed with a lost worker, and is not repeated: the run goes on after it"
                 _log.warning(what, doing, self._state.position.steps)
             self.hand_over()
             self.in_place.lost(error, self._state.position.steps)
@@ -447,7 +447,7 @@ class World:
         if state is not None:
             self._saving.hand_over(state)
         elif self._state.whole:
-            _log.warning("the newest step is not left to the agent: the script has changed the state since, or left")
+            _log.warning("the agent does not get the newest step: the script has changed the state since, or left")
 
     def _announce_change(self, stepped_at_ns: int = 0, steps_lost: int = 0) -> None:
         """Call all functions of `on_change`.

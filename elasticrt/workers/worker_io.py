@@ -300,7 +300,7 @@ class WorkerIO:
             self._thread.forget(worker.channel)
             self._report_ending(worker)
         except ValueError as error:
-            _LOG.warning("rank %d says what is no message, and is not read any more: %s", worker.env.rank, error)
+            _LOG.warning("rank %d sent what is not a message, and is no longer read: %s", worker.env.rank, error)
             self._thread.forget(worker.channel)
 
     def _report_ending(self, worker: WorkerState) -> None:

@@ -135,7 +135,7 @@ def train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            total = ctx.sum(loss.item() * loop._share.weight / ctx.world_size)
+            total = ctx.sum(loss.item() * loop._tracker.slice.weight / ctx.world_size)
             if ctx.is_first:
                 line = {
                     "step": loop.steps_done + 1,

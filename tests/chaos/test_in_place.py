@@ -313,7 +313,7 @@ def test_a_run_that_gives_up_saves_first(tmp_path: Path) -> None:
         assert cluster.ended() == {"n0": 1}, cluster.story()
         (result,) = cluster.events("result")
         assert "killed by SIGKILL (0 restarts" in result["reason"], cluster.story()
-        assert result["reason"].endswith(" spent); step 5 was saved"), cluster.story()
+        assert result["reason"].endswith(" used up); step 5 was saved"), cluster.story()
         assert [event["step"] for event in cluster.events("committed")] == [5]
         assert not any(event["text"] == "" for event in cluster.events("failure")), "the report is that of the failure"
 
@@ -338,7 +338,7 @@ def test_a_step_that_fails_on_every_rank_0(tmp_path: Path) -> None:
         (result,) = cluster.events("result")
         cause, _, why = result["reason"].partition("; step 4 was saved")[0].partition(" (")
         assert cause.endswith("ValueError: batch 5")
-        assert why in ("3 restarts without getting further spent)", "the same as the last time, before the first step)")
+        assert why in ("3 restarts without a new step used up)", "the same as the last time, before the first step)")
         # A newcomer that is let in between two errors makes a generation as well, which is no restart. Nor is the first
         # failure one, where the survivors finish step 4 after it: that is progress.
         made = [event["kind"] for event in cluster.events("generation") if not event["waits"]]

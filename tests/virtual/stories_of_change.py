@@ -167,7 +167,7 @@ CHANGES: list[Plan] = [
         "all are told to leave, the last of them when the step is agreed",
         2,
         Fault(6.0, "leave", "n0"),
-        Fault(0.0, "leave", "n1", on="Go: all leave after step"),
+        Fault(0.0, "leave", "n1", on="Go: all workers stop after step"),
         loops=True,
         lossless=True,
         commit_every=50,

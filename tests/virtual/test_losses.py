@@ -253,7 +253,7 @@ def test_the_end_names_the_cause_behind_a_collateral_failure() -> None:
     world.pass_time(0.5)
     ended = world.members["n1"].ended
     assert isinstance(ended, End)
-    assert ended.result.reason == "rank 1 raised; then rank 1 on n1 (3 restarts without getting further spent)"
+    assert ended.result.reason == "rank 1 raised; then rank 1 on n1 (3 restarts without a new step used up)"
 
 
 @pytest.mark.parametrize(("second", "ended"), [("a", [1, 1]), ("b", []), ("", [])])

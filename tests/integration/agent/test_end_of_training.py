@@ -170,5 +170,5 @@ def test_what_runs_on_after_an_error_does_not_keep_the_others(tmp_path: Path, wh
         agent = run.start("n0")
         assert run.ended(60) == {"n0": 0}, run.story()
         assert "ValueError: a bad sample" in agent.text()
-        assert "this worker has failed 3 s ago, and ends now" in agent.text(), run.story()
+        assert "this worker failed 3 s ago, and is ended now" in agent.text(), run.story()
         assert [event["in_place"] for event in run.events("generation")][:2] == [False, True], run.story()

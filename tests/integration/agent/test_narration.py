@@ -110,7 +110,7 @@ def test_when_all_leave_each_says_which_step_is_saved(tmp_path: Path) -> None:
         assert left[0] == left[1]
         assert list((tmp_path / "ckpt").glob(f"step-{left[0]}-*"))
         for agent in agents:  # One of them may be gone before the other has saved.
-            said = rf"(step {left[0]} is saved|node of rank 0 says whether step {left[0]} is); to go on: "
+            said = rf"(step {left[0]} is saved|node of rank 0 says whether step {left[0]} is saved); to go on: "
             assert re.search(said, agent.text()), agent.text()
             assert "the others go on" not in agent.text()
         assert any(f"step {left[0]} is saved" in agent.text() for agent in agents)

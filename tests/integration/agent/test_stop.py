@@ -103,7 +103,7 @@ def test_the_last_save_fails(tmp_path: Path) -> None:
     assert "No space left on device" in text
     assert re.search(said, text), text
     assert text.splitlines()[-1].startswith("elasticrt: to go on: the same command, with --run-id said-")
-    known = r"step \d+ is saved; the node of rank 0 says whether step \d+ is; to go on: the same command"
+    known = r"step \d+ is saved; the node of rank 0 says whether step \d+ is saved; to go on: the same command"
     assert re.search(known, codes[143].text()), codes[143].text()
 
 
@@ -130,5 +130,5 @@ def test_no_such_run(tmp_path: Path) -> None:
     """Exit code 2, and what to give."""
     done = stop(tmp_path, "nobody-here")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "nothing tells here where the etcd of this run is (run nobody-here)" in done.stderr
+    assert "the etcd of this run is not known on this machine (run nobody-here)" in done.stderr
     assert "or its etcd with --etcd" in done.stderr

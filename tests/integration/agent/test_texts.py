@@ -68,7 +68,7 @@ def test_a_failure_in_any_words_ends_the_run(tmp_path: Path) -> None:
     said = done.stderr.decode()
     assert done.returncode == 1, said
     report = [line for line in said.splitlines() if line.startswith("elasticrt: ")]
-    assert r"ValueError: \x1b[2J cannot read caf\udce9.png (0 restarts spent)" in report[-1]
+    assert r"ValueError: \x1b[2J cannot read caf\udce9.png (0 restarts used up)" in report[-1]
     assert r"elasticrt:   | ValueError: \x1b[2J cannot read caf\udce9.png" in report
     assert "not ours" not in said
 

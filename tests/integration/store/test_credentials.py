@@ -341,9 +341,9 @@ def test_unusable_certificates(certificates: Path, ca: str, certificate: str | N
     ("scheme", "credentials", "words"),
     [
         ("https", Credentials(ca_file="/nonexistent"), "unreadable.*/nonexistent"),
-        ("https", Credentials(cert_file="/a"), "half a client certificate"),
+        ("https", Credentials(cert_file="/a"), "a client certificate without its key"),
         ("http", Credentials(ca_file="/etc/passwd"), "without TLS"),
-        ("http", Credentials(user="u"), "half a login"),
+        ("http", Credentials(user="u"), "a user without a password file"),
         ("http", Credentials(user="u", password_file="/nonexistent"), "unreadable.*/nonexistent"),
     ],
 )

@@ -256,7 +256,7 @@ def test_serves_where_it_is_told() -> None:
     address = Address("http", "127.0.0.2", free_port())
     served = find_or_start("r", listen=address)
     assert served.address == address
-    with pytest.raises(ConfigError, match=r"port can't be had.*in use"):
+    with pytest.raises(ConfigError, match=r"port cannot be used.*in use"):
         find_or_start("another", listen=address)
     with pytest.raises(ConfigError, match="not an address of this machine"):
         find_or_start("another", listen=Address("http", "192.0.2.1", 2379))
@@ -267,7 +267,7 @@ def test_serves_where_it_is_told() -> None:
     [
         ("echo no room left on the moon >&2; exit 1", "no room left on the moon"),
         ("exit 3", "ended with code 3"),
-        (None, "no program there"),
+        (None, "not an executable file"),
     ],
 )
 def test_server_that_does_not_start(script: str | None, words: str, tmp_path: Path, runtime: Path) -> None:

@@ -99,7 +99,7 @@ def train(directory: Path, *, steps: int | None, epochs: int, name: str, batch_s
     for epoch in loop.epochs(epochs, max_steps=steps):
         began = loop.steps_done if began is None else began
         for i, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-            ids = i.tolist() if loop._share is not None and loop._share.weight else []
+            ids = i.tolist() if loop._tracker.slice is not None and loop._tracker.slice.weight else []
             seen.append((epoch, loop.steps_done + 1, ids))
             (model(x)["more"][0] - y).square().mean().backward()
             if loop.complete:

@@ -60,9 +60,9 @@ def test_what_arrives_damaged_is_refused(results: dict[str, list], how: str) -> 
     """S7: who gets the state over the process group holds it against its digest, and all hear that it is not the same
     before any of them makes anything of it."""
     well, damaged, also_well = results[f"{how}, damaged"]
-    assert damaged["refused"].startswith("RuntimeError: the state has changed on its way to this rank")
+    assert damaged["refused"].startswith("RuntimeError: the state was corrupted on its way to this rank")
     for each in (well, also_well):
-        assert each["refused"].startswith("RuntimeError: the state has changed on its way to another rank")
+        assert each["refused"].startswith("RuntimeError: the state was corrupted on its way to another rank")
 
 
 @pytest.mark.parametrize("cut", [3, PER_EPOCH])

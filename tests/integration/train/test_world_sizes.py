@@ -97,7 +97,7 @@ def test_first_fails_for_all_at_once(small):
     ranks = small["first_fails"]
     assert ranks[0] == "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"
     for text in ranks[1:]:
-        assert text.startswith("RuntimeError: who went first failed")
+        assert text.startswith("RuntimeError: the rank that runs the block first has failed")
         assert "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'" in text
 
 
@@ -120,9 +120,9 @@ def test_waiting_is_not_silent_and_not_a_collective(small):
     """D05, D06: who waits says for whom; the error of one rank's build is everybody's; no keys are left behind."""
     ranks = small["waits"]
     said = "\n".join(ranks[0]["lines"])
-    assert "waiting in barrier() for rank 2 to come" in said
+    assert "waiting in barrier() for rank 2 to arrive" in said
     assert "waiting in prepare(" in said
-    assert "for rank 1 to be through" in said
+    assert "for rank 1 to finish" in said
     assert "waiting in global_first() for rank 0" in "\n".join(ranks[1]["lines"])
     assert ranks[2]["lines"] == [], "one of those who wait speaks for all"
     for rank in ranks:

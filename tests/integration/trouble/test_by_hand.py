@@ -85,7 +85,7 @@ def test_all_member_keys_are_deleted(tmp_path: Path, etcd: EtcdServer) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        pytest.param("generation", "knows generation 0 but had generation 1: data lost", id="generation"),
+        pytest.param("generation", "etcd has generation 0, and had generation 1: data lost", id="generation"),
         pytest.param("", "data lost", id="whole-prefix"),
     ],
 )

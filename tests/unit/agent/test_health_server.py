@@ -64,13 +64,13 @@ SEAT = Seat(node="alpha", incarnation="0" * 16, index=1, rank_offset=2, workers=
 @pytest.mark.parametrize(
     ("changes", "after_s", "expected", "reason"),
     [
-        ({}, 0.2, True, "last turn was 0.2 s ago"),
-        ({}, LIVE_S, True, "last turn"),
-        ({}, LIVE_S + 1, False, "member without a turn for 61 s"),
-        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 500, True, "last turn"),
-        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 700, False, "joining without a turn for 700 s"),
-        ({"phase": "ending", "limit_s": 10.0 + LIVE_S}, 71, False, "ending without a turn for 71 s"),
-        ({"lease": "lost", "etcd_away_s": 800.0}, 0.2, True, "last turn"),
+        ({}, 0.2, True, "main loop ran 0.2 s ago"),
+        ({}, LIVE_S, True, "main loop ran"),
+        ({}, LIVE_S + 1, False, "not run for 61 s (phase: member)"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 500, True, "main loop ran"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 700, False, "not run for 700 s (phase: joining)"),
+        ({"phase": "ending", "limit_s": 10.0 + LIVE_S}, 71, False, "not run for 71 s (phase: ending)"),
+        ({"lease": "lost", "etcd_away_s": 800.0}, 0.2, True, "main loop ran"),
     ],
 )
 def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: str) -> None:
@@ -97,7 +97,7 @@ SLOW_TOO = "beta is slow: its own work takes 40 ms of a step, that of the others
             None,
         ),
         ([STANDS, (20.0, "alpha", events.Step(2, 21, 0, {}))], False, "trains in generation 2", 0.0, None),
-        ([STANDS], True, "on its way out: draining", 24.0, None),
+        ([STANDS], True, "leaving: draining", 24.0, None),
         ([SLOW], False, f"trains in generation 2; {SLOW_TOO}", 0.0, ("beta", 4.0)),
     ],
     ids=["trains", "stands-still", "a-step-was-made", "not-ready-for-another-reason", "slow"],
@@ -131,9 +131,8 @@ def test_what_was_lost_while_etcd_is_away_is_told() -> None:
     outage = Outage(lambda _: None)
     outage.since = 510.0
     finding = ready(member(me, view, outage, 530.0, story=told, told_at=30.0, step=20), 530.0)
-    reason = (
-        "stands still in generation 2; etcd has not answered for 20 s; no step since: rank 0 on alpha: a peer is gone"
-    )
+    reason = "stands still in generation 2; etcd has not answered for 20 s; "
+    reason += "no step since this failure: rank 0 on alpha: a peer is gone"
     assert (finding.ok, finding.reason) == (True, reason)
 
 
@@ -146,19 +145,19 @@ CUT_OFF: dict[str, Any] = {"lease": "suspended", "away_s": 170.0, "alone_s": 168
     [
         ({}, True, "trains in generation 3"),
         ({"lease": "suspended", "away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
-        ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
+        ({"lease": "lost"}, False, "not a member of the run: its lease in etcd is gone"),
         ({"running_generation": 2}, True, "starts its workers of generation 3"),
         ({"running_generation": 0}, True, "starts its workers of generation 3"),
         ({"running_generation": 0, "warm": False}, False, "still importing what its workers need"),
         ({"running_generation": 0, "away_s": 3.0}, False, "its workers of generation 3 have ended"),
         (CUT_OFF, False, "cut off in generation 3: neither etcd nor another node has answered for 168 s"),
         ({**CUT_OFF, "alone_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
-        ({"leave_reason": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
-        ({"draining": True}, False, "on its way out: draining"),
+        ({"leave_reason": "SIGTERM received"}, False, "leaving: SIGTERM received"),
+        ({"draining": True}, False, "leaving: draining"),
         (STANDS_BY, True, "stands by: generation 3 runs without it"),
         ({**STANDS_BY, "generation": 0}, True, "stands by: waits for nodes"),
         ({**STANDS_BY, "warm": False}, False, "stands by, but is still importing"),
-        ({**STANDS_BY, "lease": "suspended", "away_s": 3.0}, False, "stands by, but cannot be called"),
+        ({**STANDS_BY, "lease": "suspended", "away_s": 3.0}, False, "stands by, but cannot join"),
     ],
 )
 def test_readiness(changes: dict[str, Any], expected: bool, reason: str) -> None:
@@ -179,7 +178,7 @@ def test_readiness(changes: dict[str, Any], expected: bool, reason: str) -> None
         ({}, True, "trains in generation 3"),
         ({"phase": "joining"}, False, "joining: not a member"),
         ({"phase": "ending"}, False, "ending: not a member"),
-        ({"turned_at": 0.0}, False, "member without a turn for 100 s"),
+        ({"turned_at": 0.0}, False, "not run for 100 s (phase: member)"),
     ],
 )
 def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
@@ -196,7 +195,7 @@ def test_what_a_member_notes() -> None:
     outage.since, outage.alone_since = 48.0, 49.0
     noted = member(me, View("alpha"), outage, 50.0, story=Story(), told_at=50.0, step=None)
     assert (noted.phase, noted.turned_at, noted.etcd_away_s) == ("member", 50.0, 2.0)
-    assert noted.readiness == Finding(False, "on its way out: draining")
+    assert noted.readiness == Finding(False, "leaving: draining")
     assert (noted.generation, noted.ranks, noted.step) == (0, None, None)
 
 
@@ -258,13 +257,13 @@ def test_questions_and_answers(server: HealthServer) -> None:
     status, body = ask(f"{server.url}/ready")
     assert (status, body["ok"], body["generation"], body["ranks"], body["step"]) == (200, True, 3, [2, 3], 41)
     assert ask(f"{server.url}/live?verbose")[0] == 200
-    server.state = replace(server.state, readiness=Finding(False, "on its way out: SIGTERM received"))
+    server.state = replace(server.state, readiness=Finding(False, "leaving: SIGTERM received"))
     assert ask(f"{server.url}/ready")[0] == 503
     assert ask(f"{server.url}/live")[0] == 200
     server.state = replace(server.state, turned_at=time.monotonic() - LIVE_S - 1)
     status, body = ask(f"{server.url}/live")
     assert (status, body["ok"]) == (503, False)
-    assert "without a turn" in body["reason"]
+    assert "main loop has not run" in body["reason"]
     assert ask(f"{server.url}/else") == (404, {"questions": ["/live", "/metrics", "/ready"]})
     assert ask(f"{server.url}/live", "POST") == (405, {"methods": ["GET", "HEAD"]})
     assert ask(f"{server.url}/ready", "HEAD") == (503, None)
@@ -355,18 +354,18 @@ def _read_to_end(client: socket.socket) -> bytes:
 
 def test_a_port_in_use_is_a_mistake_of_the_user(server: HealthServer) -> None:
     """Two agents never share a port: the second one is told, with the remedy."""
-    with pytest.raises(ConfigError, match=r"health port cannot be had.*Choose another one"):
+    with pytest.raises(ConfigError, match=r"health port cannot be used.*Choose another one"):
         HealthServer("127.0.0.1", int(server.url.rpartition(":")[2]), TRAINS)
 
 
 @pytest.mark.parametrize("host", ["caf\udce9", "x" * 300])
 def test_what_is_no_host_name_is_a_mistake_of_the_user(host: str) -> None:
     """An option's value in any bytes is refused in words."""
-    with pytest.raises(ConfigError, match="health port cannot be had"):
+    with pytest.raises(ConfigError, match="health port cannot be used"):
         HealthServer(host, 0, TRAINS)
 
 
 def test_an_address_of_another_machine(server: HealthServer) -> None:
     """An address that this machine does not have is refused before anything starts."""
-    with pytest.raises(ConfigError, match="health port cannot be had"):
+    with pytest.raises(ConfigError, match="health port cannot be used"):
         HealthServer("192.0.2.1", 0, server.state)

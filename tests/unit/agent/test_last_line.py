@@ -75,7 +75,7 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
             replace(ME, running_generation=2),
             view("a", "b", "c", newcomers="c", generation=WAITING, generation_number=2, seated=True),
             Wait("2 of 3 nodes ready; others are setting up", 9.0), "", None,
-            Doing("waiting for nodes", "a, b here, c sets up"), id="a newcomer is no missing node",
+            Doing("waiting for nodes", "a, b here, c is setting up"), id="a newcomer is no missing node",
         ),
         pytest.param(
             replace(ME, running_generation=2, spec=SimpleNamespace(min_nodes=5, join_timeout_s=600.0)),
@@ -84,7 +84,7 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
                 seated=True,
             ),
             Wait("b leads"), "", None,
-            Doing("waiting for nodes", "a, b here, c, d set up, 1 missing"), id="newcomers, and too few of them",
+            Doing("waiting for nodes", "a, b here, c, d are setting up, 1 missing"), id="newcomers, and too few",
         ),
         pytest.param(
             replace(ME, running_generation=2),
@@ -115,7 +115,7 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
         ),
         pytest.param(
             ME, view("a", generation=GENERATION, seated=True, handover=HANDOVER), Run("", None, None), "", 25.0,
-            Doing("handing over", "b drained, all leave after step 120", 25.0), id="a node drains",
+            Doing("handing over", "b drained, all workers stop after step 120", 25.0), id="a node drains",
         ),
         pytest.param(
             replace(ME, record=OTHER), view(members={"a": SimpleNamespace(record=OTHER)}), Register(""), "", None,
@@ -124,7 +124,7 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
         pytest.param(
             replace(ME, record=SimpleNamespace(**{**vars(OTHER), "pid": 8})),
             view(members={"a": SimpleNamespace(record=OTHER)}), Register(""), "", None,
-            Doing("waiting for this node's name", "the agent with pid 7 at 10.0.0.9 has it; one of the two has to end"),
+            Doing("waiting for this node's name", "the agent with pid 7 at 10.0.0.9 uses it; stop one of the two"),
             id="another agent has the name",
         ),
     ],
@@ -156,7 +156,7 @@ def test_where_the_run_stands():
     ("reached", "lost", "said"),
     [
         (50, True, "step 50 is saved, steps 51 to 75 are not: the last checkpoint could not be saved"),
-        (50, False, "step 50 is saved; the node of rank 0 says whether step 75 is; to go on: the same command"),
+        (50, False, "step 50 is saved; the node of rank 0 says whether step 75 is saved; to go on: the same command"),
         (75, False, "step 75 is saved; to go on: the same command"),
         (0, True, "no step is saved, steps 1 to 75 are not"),
     ],
@@ -180,7 +180,8 @@ def test_a_leave_that_a_hang_keeps_from_saving_names_it(tmp_path, capsys):
         console.events.write(event)
     console.events.write(events.Culprit(1, 75, 4.0, (0,), ("a",), "rank 0 on a sleeps"))
     console.left(Leave("not handed over within 15 s", save_step=75), None, lost=True)
-    assert "no checkpoint; step 75 could not be saved: a left before it was" in paces(console.story), "for every view"
+    said = "no checkpoint; step 75 could not be saved: a left before the step was saved"
+    assert said in paces(console.story), "for every view"
     said = (
         r"not: the last checkpoint .*; no step for [45] s after step 75: rank 0 on a sleeps\. A shorter --hang-timeout"
     )

@@ -56,7 +56,7 @@ def test_what_a_script_saves_beside_its_loop() -> None:
     assert ask(errands, Save(1, asdict(of_loop), "")).ok
     assert ask(errands, Save(2, asdict(best), "", beside=True)).ok
     reply = ask(errands, Save(3, asdict(better), "", beside=True))
-    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 90, has become the head")
+    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 90, is the newest now")
     assert ask(errands, Save(4, asdict(better), "b" * 16, beside=True)).ok
     assert ask(errands, Save(5, asdict(replace(of_loop, step=6, nonce="e" * 16)), "a" * 16)).ok
     heads = [ask(errands, OpenDirectory(9, "/ckpt", place, take=False)).data["head"] for place in ("0" * 16, "1" * 16)]
@@ -71,7 +71,7 @@ def test_why_a_commit_is_refused() -> None:
     assert (reply.ok, reply.reason) == (False, "etcd has lost the record of the checkpoint before it")
     assert ask(errands, Save(1, asdict(commit), "")).ok
     reply = ask(errands, Save(2, asdict(replace(commit, step=2, nonce="2" * 16)), "3" * 16))
-    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 1, has become the head")
+    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 1, is the newest now")
 
 
 def test_a_run_whose_agent_lives(tmp_path: Path) -> None:

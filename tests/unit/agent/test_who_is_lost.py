@@ -31,11 +31,11 @@ BEFORE = SimpleNamespace(
     [
         (
             "lost",
-            "b left, c lost (its agent has ended), d lost (it has registered anew), "
+            "b left, c lost (its agent has ended), d lost (it has registered again), "
             "e lost (no answer; power or network)",
             {
                 "c": "c lost (its agent has ended)",
-                "d": "d lost (it has registered anew)",
+                "d": "d lost (it has registered again)",
                 "e": "e lost (no answer; power or network)",
             },
         ),

@@ -525,7 +525,7 @@ def test_checkpoints_that_were_not_read_are_not_replaced(tmp_path, monkeypatch, 
     monkeypatch.setattr(commits, "_runs", {})  # As in another process.
     with under(Agent(), monkeypatch) if agent else contextlib.nullcontext():
         saver = Checkpointer(tmp_path, keep=1)
-        with pytest.raises(CheckpointError, match=r"this script has not read .*expected restore\(\) before"):
+        with pytest.raises(CheckpointError, match=r"this script has not restored .*expected restore\(\) before"):
             saver.save(state(3), step=3)
         assert [path for path in sorted(tmp_path.iterdir()) if path.suffix in (".pt", ".json")] == [
             path for path in there if path.suffix in (".pt", ".json")
@@ -555,7 +555,7 @@ def test_payloads_without_any_manifest_stay(tmp_path):
 def test_a_later_step_is_not_replaced_by_another_checkpointer(tmp_path):
     """Two of one directory in one process: steps do not go back."""
     save(tmp_path, 10)
-    with pytest.raises(ValueError, match=r"steps go back .*got 3; expected >= 10, saved before"):
+    with pytest.raises(ValueError, match=r"the step number goes back .*got 3; expected >= 10, saved before"):
         Checkpointer(tmp_path).save(state(3), step=3)
 
 

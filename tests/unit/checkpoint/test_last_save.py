@@ -34,7 +34,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, every: str) -> None:
     """F01, F02: whichever save is the last, the loop ends with an error that says what to do; the next one goes on."""
     with (
         full_disk(),
-        pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*goes on from the beginning"),
+        pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*training resumes from the beginning"),
     ):
         train(tmp_path / "ckpt", every)
 
@@ -57,7 +57,7 @@ def test_a_directory_that_is_deleted_meanwhile(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F01: an agent that can't write its record is a directory that can't be used, not a failure to be tried again."""
     agent = WithoutRoom(times=1)
-    found = r"can't be used .*No space left on device; expected a directory .*\. Mend it, or use another"
+    found = r"can't be used .*No space left on device; expected a directory .*\. Fix it, or use another"
     with under(agent, monkeypatch), pytest.raises(CheckpointError, match=found):
         train(tmp_path / "ckpt")
 

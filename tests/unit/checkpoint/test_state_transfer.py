@@ -230,7 +230,7 @@ def _with_a_flipped_bit(meeting: Meeting) -> Any:
 def test_a_flipped_bit_is_refused() -> None:
     """One bit that changes on the way: the receiver says so instead of training on."""
     told, sent = ranks(_with_a_flipped_bit)
-    assert "the state has changed on its way" in told
+    assert "the state was corrupted on its way" in told
     assert sent == "None"
 
 
@@ -278,7 +278,7 @@ def _in_the_middle(what: Callable[[], Any]) -> None:
 def _keeps_its_own(meeting: Meeting, number: int) -> bool:
     """Whether a rank with a whole state has it still after a transfer that fails."""
     own, called = _state(number), []
-    with pytest.raises(dist.DistNetworkError, match="the state of another rank has not come through"):
+    with pytest.raises(dist.DistNetworkError, match="the state of another rank did not arrive"):
         transfer_state(7, meeting, lambda: own, lambda: called.append(1))
     expected, found = _leaves(_state(number)), _leaves(own)
     tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
@@ -312,7 +312,7 @@ def test_a_receiver_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, 
     """It dies or stops while it receives: who sends does not hang."""
     monkeypatch.setattr(state_transfer, "STALL_S", 0.5)
     (told,) = ranks(partial(_receiver_is_lost, number=number), dead=1)
-    assert "the state of another rank has not come through" in told
+    assert "the state of another rank did not arrive" in told
 
 
 def _overtaken(meeting: Meeting) -> Any:
@@ -360,7 +360,7 @@ def _nobody(meeting: Meeting) -> Any:
 
 def test_without_a_state_all_are_told() -> None:
     """When no rank has a whole state every rank raises, and none waits."""
-    assert all("no rank of this generation has a state" in each for each in ranks(_nobody))
+    assert all("no rank of this generation has a training state" in each for each in ranks(_nobody))
 
 
 def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
@@ -427,7 +427,7 @@ def _with_its_own(meeting: Meeting) -> str:
 def test_a_bit_that_the_group_flips_is_refused() -> None:
     """What a group of NCCL has received is not trusted either: an aborted kernel ends like any other."""
     told, sent = ranks(partial(by_group, _with_a_flipped_bit_in_the_group))
-    assert "the state has changed on its way" in told
+    assert "the state was corrupted on its way" in told
     assert sent == "None"
 
 

@@ -92,7 +92,7 @@ CASES: list[tuple[Finding, str, str]] = [
     ),
     (doctor_findings.checkpoints("/c", "", "ext4", 90 * GIB, 0.01), "ok", "this node's own disk"),
     (doctor_findings.checkpoints("/c", "", "fuse.gcsfuse", 90 * GIB, 2.0), "warn", "slow"),
-    (doctor_findings.checkpoints("/c", "", "overlay", 90 * GIB, 0.01), "warn", "gone with the node or container"),
+    (doctor_findings.checkpoints("/c", "", "overlay", 90 * GIB, 0.01), "warn", "lost with the node or container"),
     (doctor_findings.checkpoints("/c", "", "nfs4", 9 * MIB, 0.01), "warn", "Make room"),
     (doctor_findings.torch("3.11.2", SEEN, ""), "ok", "torch 2.13.0+cpu, Python 3.11.2"),
     (doctor_findings.torch("3.11.2", {**SEEN, "torch": "2.9.1"}, ""), "fail", "2.10 to 2.15"),

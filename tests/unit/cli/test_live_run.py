@@ -84,7 +84,10 @@ def test_of_several_live_runs_none_is_chosen(command: list[str], capsys: pytest.
     _run("keen-koala", lives=True)
     _run("calm-fox", lives=True)
     assert main([*command, "--log-dir", "runs"]) == 2
-    assert "which run? (RUN): got 2 live runs; expected one of calm-fox, keen-koala" in capsys.readouterr().err
+    assert (
+        "no run was named (RUN): got 2 live runs on this machine; expected one of calm-fox, keen-koala"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,9 +134,11 @@ def test_a_run_whose_agents_are_elsewhere(capsys: pytest.CaptureFixture[str]) ->
     """Its socket is of no use here: `stop` asks for --etcd, and `status` says that the directory alone has told it."""
     _run("far-finch", lives=False, pid=os.getpid(), machine="another machine")
     assert main(["stop", "far-finch", "--log-dir", "runs"]) == 2
-    assert "nothing tells here where the etcd of this run is (run far-finch)" in capsys.readouterr().err
+    assert "the etcd of this run is not known on this machine (run far-finch)" in capsys.readouterr().err
     assert main(["status", "far-finch", "--log-dir", "runs"]) == 0
-    assert "told by its directory alone: nothing tells here where the etcd of this run is" in capsys.readouterr().out
+    assert (
+        "from the run's directory alone: the etcd of this run is not known on this machine" in capsys.readouterr().out
+    )
 
 
 def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +268,7 @@ def test_a_run_without_nodes() -> None:
         cause="start", kind="start", chunks=1,
     )  # fmt: skip
     run.store.commit(Txn((), (Put(run.keys.generation, generation.encode()),), why="a test"))
-    assert "no node of this run is there (run calm-fox)" in str(run.without_nodes())
+    assert "this run has no nodes (run calm-fox)" in str(run.without_nodes())
     spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=2)
     for attempt, status in ((1, "succeeded"), (2, "failed")):
         result = Result(attempt=attempt, status=status, code=attempt - 1, reason="rank 0 raises", generation=1)

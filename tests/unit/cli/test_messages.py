@@ -71,13 +71,13 @@ def test_commands_whose_etcd_is_away(command: list[str], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("drain", "something is missing (elasticrt drain): expected NODE. See `elasticrt drain --help`"),
+        ("drain", "a required argument is missing (elasticrt drain): expected NODE. See `elasticrt drain --help`"),
         ("drain --log-dir", "an option without its value (elasticrt drain): expected --log-dir DIR. See"),
         ("logs --follow=3", "an option without a value (elasticrt logs): got 3; expected --follow. See"),
-        ("stop a b", "not understood (elasticrt stop): got b; expected [options] [RUN]. See `elasticrt stop --help`"),
+        ("stop a b", "unknown argument (elasticrt stop): got b; expected [options] [RUN]. See `elasticrt stop --help`"),
         (
             "report --logdir x",
-            "not understood (elasticrt report): got --logdir; expected [options] [RUN]. Did you mean",
+            "unknown argument (elasticrt report): got --logdir; expected [options] [RUN]. Did you mean",
         ),
     ],
 )

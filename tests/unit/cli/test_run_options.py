@@ -185,12 +185,15 @@ def test_a_run_that_is_named_after_its_endpoint_trains_again(argv: list[str], ag
         (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--min-nodes, --max-nodes"),
         (["--min-nodes", "0", "train.py"], "--min-nodes"),
         (["--run-id", "", "train.py"], "got ''"),
-        (["--log-dir", "/proc/x", "train.py"], "no place for logs (--log-dir): got /proc: No such file or directory"),
+        (
+            ["--log-dir", "/proc/x", "train.py"],
+            "the log directory cannot be used (--log-dir): got /proc: No such file or directory",
+        ),
         (["--log-dir", "train.py/x", "train.py"], "--log-dir"),
-        (["--log-dir", "x" * 300, "train.py"], "no place for logs (--log-dir)"),
+        (["--log-dir", "x" * 300, "train.py"], "the log directory cannot be used (--log-dir)"),
         (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
-        (["--nnodes", "2:1", "train.py"], "(--nnodes): got 2:1; expected a minimum that is not above the maximum"),
+        (["--nnodes", "2:1", "train.py"], "(--nnodes): got 2:1; expected MIN <= MAX, as in 1:4"),
         (["--nnodes", "a:b", "train.py"], "--nnodes"),
         (["--nnodes", "1:2:3", "train.py"], "--nnodes"),
         (["--nnodes", "", "train.py"], "--nnodes"),
@@ -281,7 +284,9 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
     """N13: where the machine's own name is 127.0.1.1, other nodes can't come to it; one node alone has no others."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: found)
-    with pytest.raises(ConfigError, match=r"means this machine alone \(--local-addr\): got alpha, which is 127.0.1.1"):
+    with pytest.raises(
+        ConfigError, match=r"at which only this machine can be reached \(--local-addr\): got alpha, which is 127.0.1.1"
+    ):
         _configure("--local-addr", "alpha", "--nnodes", "2", "train.py")
     assert _configure("--local-addr", "alpha", "train.py")[0].address == "127.0.1.1"
     assert _configure("--local-addr", "127.0.1.1", "--nnodes", "2", "train.py")[0].address == "127.0.1.1"
@@ -303,10 +308,10 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["simulate"], "nothing to run (SCRIPT)"),
         (["run", "--nproc-per-node", "two", "train.py"], "See `elasticrt run --help`"),
         (["status", "--run-id", "x", "--etcd", "ftp://a"], "--etcd"),
-        (["status"], "which run? (RUN)"),
-        (["drain", "n1"], "which run? (RUN)"),
-        (["stop"], "which run? (RUN)"),
-        (["resize", "2:8"], "which run? (RUN)"),
+        (["status"], "no run was named (RUN)"),
+        (["drain", "n1"], "no run was named (RUN)"),
+        (["stop"], "no run was named (RUN)"),
+        (["resize", "2:8"], "no run was named (RUN)"),
         (["resize", "2-8", "--run-id", "x"], "(MIN:MAX): got 2-8; expected a number of nodes, or MIN:MAX"),
         (["resize", "8:2", "--run-id", "x"], "(MIN:MAX): got 8:2"),
         (["resize", "-1:2", "x"], "(MIN:MAX): got -1:2"),
@@ -318,7 +323,7 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["logs", "calm-fox", "x"], "(RANK): got x; expected a whole number from 0"),
         (["run", "--nnodes", "2:2", "--standalone", "train.py"], "(--standalone): got a minimum of 2 nodes"),
         (["run", "--min-nodes", "3", "--max-nodes", "2", "train.py"], "(--min-nodes, --max-nodes): got 3 and 2;"),
-        (["etcd", "--cert-file", "x"], "Give the one that lacks"),
+        (["etcd", "--cert-file", "x"], "Give the missing one"),
         (["run", "--rdzv-conf", "a=b", "train.py"], "(--rdzv-conf a): got b; expected one of join_timeout, timeout"),
     ],
 )
@@ -339,7 +344,9 @@ def test_options_behind_the_script_are_its_own_and_said_to_be() -> None:
     settings, _ = _configure("train.py", "--nproc_per_node=2", "--epochs", "3")
     assert settings.command.argv == ("train.py", "--nproc_per_node=2", "--epochs", "3")
     (note,) = settings.options.notes
-    assert note.startswith("--nproc_per_node=2 stands behind the script and is left to it. Options go before SCRIPT")
+    assert note.startswith(
+        "--nproc_per_node=2 comes after SCRIPT, so elasticrt does not read it. Options go before SCRIPT"
+    )
 
 
 @pytest.mark.parametrize(

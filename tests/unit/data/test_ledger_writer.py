@@ -359,14 +359,14 @@ def test_an_end_that_is_not_noted_is_said(tmp_path: Path, capsys: pytest.Capture
         Training(tmp_path).run(2, fail_at=8)
     assert main(["ledger", "check", str(tmp_path / "ledger")]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert "the end of the loop is not noted: of steps after 7 this ledger proves nothing" in said
+    assert "the end of the loop is not recorded: this ledger proves nothing about steps after 7" in said
     assert said[-1] == "each sample counts exactly once, as far as step 7"
 
 
 def test_only_for_the_sampler_that_counts(tmp_path: Path) -> None:
     """DistributedSampler's way repeats samples by design, and a loop without a sampler knows none."""
     for sampler in (None, ElasticDistributedSampler(range(4))):
-        with pytest.raises(ConfigError, match="a ledger without a sampler that counts"):
+        with pytest.raises(ConfigError, match="a ledger needs an ElasticBatchSampler"):
             Loop(tmp_path, sampler=sampler, ledger=tmp_path)
         Loop(tmp_path, sampler=sampler)
 

@@ -163,7 +163,7 @@ def raising(directory: Path) -> None:
     ("build", "word"),
     [
         (raising, "ValueError: no such corpus"),
-        (lambda directory: None, "made nothing"),
+        (lambda directory: None, "created no files"),
         (lambda directory: sys.exit(3), "SystemExit: 3"),
     ],
 )

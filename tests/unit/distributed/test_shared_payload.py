@@ -101,8 +101,8 @@ def test_each_machine_gets_it_once(machines: str, opens: bool, took: list[int]) 
 def test_what_has_changed_on_its_way_is_refused_by_all() -> None:
     """One bit at the rank that keeps it for its machine: no rank makes anything of it."""
     told = ranks(partial(_shared, machines="baa", damaged=0), 3)
-    assert "the state has changed on its way to this rank" in told[0]
-    assert all("the state has changed on its way to another rank" in each for each in told[1:])
+    assert "the state was corrupted on its way to this rank" in told[0]
+    assert all("the state was corrupted on its way to another rank" in each for each in told[1:])
 
 
 def test_nothing_to_send() -> None:

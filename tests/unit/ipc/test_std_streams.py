@@ -45,7 +45,7 @@ def test_a_pipe_that_nobody_reads():
         assert set(read_all(reader)) == set(b"x")
         assert std_streams.write(stream, "y\n")
         assert std_streams.write(stream, "z\n")
-        assert read_all(reader) == b"\n[elasticrt: 3 lines are missing here: nothing was read]\ny\nz\n"
+        assert read_all(reader) == b"\n[elasticrt: 3 lines are missing here: the output was not read]\ny\nz\n"
     os.close(reader)
 
 
@@ -59,7 +59,7 @@ def test_a_terminal_that_is_stopped():
     std_streams.put(writer, b"c\n")
     assert read_all(reader).split(b"\r\n") == [
         b"",
-        b"[elasticrt: 2 lines are missing here: nothing was read]",
+        b"[elasticrt: 2 lines are missing here: the output was not read]",
         b"c",
         b"",
     ]

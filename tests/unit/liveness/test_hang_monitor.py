@@ -361,7 +361,7 @@ def test_who_is_lost_is_told_where_no_other_group_can_be_agreed(
         monitor.search.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
         asked.append(monitor.search.is_to_ask(at, first=False))
     monitor.search.find_culprit(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
-    reason = f"{who}, and no other group can be agreed: etcd does not answer"
+    reason = f"{who}, and no new generation can be agreed: etcd does not answer"
     assert asked == [False, True]
     assert said == [f"no step for 6 s after step 5: {reason}"]
     assert [(each.age_s, each.unagreed_s, each.reason) for each in kept] == [(6.0, 4.0, reason)]

@@ -41,7 +41,7 @@ def test_events_go_on_when_there_is_room_again(
     assert commits(path) == [1, 2, 3, 4]
     gap = next(each.event for each in records(path) if isinstance(each.event, events.Unwritten))
     assert (gap.over, gap.missing, gap.reason) == (True, 0, "File too large")
-    assert caplog.text.count("takes none: File too large") == 1
+    assert caplog.text.count("cannot be written: File too large") == 1
 
 
 def test_of_a_long_time_the_newest_of_each_kind_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +124,10 @@ def test_an_end_that_could_not_be_written_is_not_known() -> None:
     told = story(DARK)
     for node in "ab":
         told.note_killed(node)
-    assert state(told).startswith("how it ended is not known, as a, b could not write that down: No space left on")
+    assert state(told).startswith("how it ended is not known, as a, b could not write events: No space left on")
     assert "at least step 1 is saved" in state(told)
     assert "not saved" not in changes(told)
-    assert "newest checkpoint told of: step 1" in paces(told)
+    assert "newest known checkpoint: step 1" in paces(told)
     assert "events of a from 00:00:10 UTC on are missing: No space left on device" in report(told)
 
 

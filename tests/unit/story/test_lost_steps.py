@@ -211,7 +211,12 @@ def test_a_survivor_that_was_replaced_is_told_of():
     """It is no cause, and a healthy process all the same. Other collateral failures are not told of."""
     ends = [
         events.WorkerEnded(1, rank, 7, 1, f"rank {rank} on a: {what}", collateral=True)
-        for rank, what in ((0, "connection closed by peer"), (1, "was replaced: gloo did not let it go"))
+        for rank, what in (
+            (0, "connection closed by peer"),
+            (1, "was replaced: gloo kept waiting after the connection was closed"),
+        )
     ]
     told = story([*THREE_STEPS, *((7.0, "a", each) for each in ends)])
-    assert [each.what for each in told.failures] == ["rank 1 on a: was replaced: gloo did not let it go"]
+    assert [each.what for each in told.failures] == [
+        "rank 1 on a: was replaced: gloo kept waiting after the connection was closed"
+    ]

@@ -49,7 +49,7 @@ set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  10.53%
 restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   2.63%
 start                   1.2 s   9.62%     1.0 s   7.69%   1.0 s  10.53%
 waiting for nodes      0.75 s   5.77%     1.0 s   7.69%  0.50 s   5.26%
-in all                 13.0 s 100.00%    13.0 s 100.00%   9.5 s 100.00%
+total                  13.0 s 100.00%    13.0 s 100.00%   9.5 s 100.00%
 
 generation  cause   nodes  world size  from step  pause   steps done again  longest phases
 1           start   2      2           0          -       0          start 0.50 s, script 0.50 s, first_step 0.50 s
@@ -210,7 +210,7 @@ def test_a_page_needs_nothing_else(run, capfd):
         ("runs", 0, "calm-fox"),
         ("status", 0, "run calm-fox: succeeded: all ended well\n2 nodes: a, b\n"),
         ("status --run-id calm-fox --watch", 0, "goodput 65.6%"),
-        ("status --run-id other", 2, "nothing tells here where the etcd of this run is (run other)"),
+        ("status --run-id other", 2, "the etcd of this run is not known on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
         ("logs calm-fox 7", 2, "rank 7 has printed nothing, or there is none"),
         (
@@ -218,7 +218,7 @@ def test_a_page_needs_nothing_else(run, capfd):
             2,
             "got nothing was printed; expected files rank-R.NODE.out, .err. Runs with --log-dir /dev/null",
         ),
-        ("events others/void-fox", 2, "events that say nothing (others/void-fox): got no event of an agent"),
+        ("events others/void-fox", 2, "no usable events in this directory (others/void-fox): got no event of an agent"),
         ("report other", 2, "no such run (other)"),
         ("report ''", 2, "not a usable value (RUN): got ''; expected some text"),
         ("stop ''", 2, "not a usable value (RUN): got ''; expected some text"),

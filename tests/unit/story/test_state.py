@@ -27,7 +27,7 @@ def test_a_silent_run_is_not_called_running() -> None:
     """Its agents may have been killed with their machine."""
     told = story(SAVED)
     assert told.now_if_running(5.0 + SILENT_S) is None
-    assert state(told) == "no word since 1970-01-01 00:00:05 UTC, and no end is told"
+    assert state(told) == "no event since 1970-01-01 00:00:05 UTC, and no end was recorded"
 
 
 def test_agents_whose_workers_train_are_missed_soon() -> None:
@@ -161,6 +161,6 @@ def test_a_directory_of_one_node_claims_nothing_of_the_others(code: int | None) 
     if code is None:
         told.note_killed("a")
     how = "killed" if code is None else f"code {code}"
-    assert state(told) == f"no agent of this directory is left ({how}); what b, c did is not told here"
+    assert state(told) == f"no agent of this directory is left ({how}); it has no events of b, c"
     assert "saved" not in changes(told)
     assert "checkpoint" not in " ".join(sums(told))

@@ -468,7 +468,7 @@ def test_who_hears_nothing_of_others_is_named_with_what_it_tells():
     cut_off = [*THREE_STEPS, AT_SIX, (8.0, "b", begun(2, "b")), (14.0, "a", silent), (14.5, "b", silent)]
     sentences = [each.text for each in happened(story(cut_off))]
     assert f"no step for 8 s after step 20, as a sees it: {silent.reason}" in sentences
-    link = events.Culprit(1, 20, 4.0, (), ("a", "b"), "the link between a and b lets nothing through")
+    link = events.Culprit(1, 20, 4.0, (), ("a", "b"), "no data passes between a and b")
     sentences = [each.text for each in happened(story([*THREE_STEPS, AT_SIX, (10.0, "a", link)]))]
     assert f"no step for 4 s after step 20: {link.reason}" in sentences
 

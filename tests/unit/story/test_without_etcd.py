@@ -30,7 +30,7 @@ DEATH = "rank 1 on b: killed by SIGKILL"
 
 def test_that_etcd_does_not_answer_is_told_while_it_lasts():
     """As long as it has lasted for the first node that misses it."""
-    told, said = story(AWAY), "etcd has not answered for 4 s: nothing is committed or agreed"
+    told, said = story(AWAY), "etcd has not answered for 4 s: no commits, no changes of membership"
     assert state(told, 10.0) == as_object(told, 10.0)["state"] == board(told, 10.0)["state"] == f"running; {said}"
     assert "etcd did not answer once, for 4.0 s" in report(told, 10.0)
     ended = story([*AWAY, (8.5, "a", events.AgentStopped(4)), (8.5, "b", events.AgentStopped(4))])
@@ -63,7 +63,7 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
 
 def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
     """It is detected until the loss is known, then it is to be agreed on: live, after a kill, and once it is over."""
-    said = "c does not answer, and no other group can be agreed: etcd does not answer"
+    said = "c does not answer, and no new generation can be agreed: etcd does not answer"
     lost = [(14.0, each, events.Culprit(1, 20, 6.0, (), ("c",), said, 5.0)) for each in "ab"]
     told = story([*AWAY, *lost])
     assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")

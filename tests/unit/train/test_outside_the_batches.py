@@ -179,7 +179,7 @@ def test_what_follows_a_boundary_counts_once(tmp_path, monkeypatch, kind, head, 
 def test_a_state_of_no_position_is_not_handed_over(tmp_path, monkeypatch, caplog, kind, tail):
     """Where the tail has changed large tensors, or `break` leaves batches, a restart goes on from the newest copy."""
     assert _handed_over(kind, tmp_path, monkeypatch, (_nothing, _nothing, tail)) is None
-    assert "the newest step is not left to the agent" in caplog.text
+    assert "the agent does not get the newest step" in caplog.text
 
 
 def test_among_the_batches_the_state_is_handed_over_as_it_is(tmp_path, monkeypatch, caplog):
@@ -188,7 +188,7 @@ def test_among_the_batches_the_state_is_handed_over_as_it_is(tmp_path, monkeypat
     assert handed is not None
     ours = torch.load(io.BytesIO(handed[1]), weights_only=True)["elasticrt"]
     assert (ours["vars"], ours["position"]["steps"]) == ({"steps": PER_EPOCH + 2}, PER_EPOCH + 2)
-    assert f"'evaluate' after step {PER_EPOCH + 2} has lost a worker, and is not done again" in caplog.text
+    assert f"'evaluate' after step {PER_EPOCH + 2} failed with a lost worker, and is not repeated" in caplog.text
 
 
 def _loses_with_other_weights(script: Script) -> None:
@@ -240,7 +240,7 @@ class Looks(Script):
 def test_a_pause_before_the_step_of_a_batch_is_told_as_well(tmp_path, monkeypatch, caplog):
     """The run goes on after the step before, and comes there no more: a line says so."""
     assert _handed_over(Looks, tmp_path, monkeypatch, (_nothing, _nothing, _nothing)) is not None
-    assert "'evaluate' after step 0 has lost a worker, and is not done again" in caplog.text
+    assert "'evaluate' after step 0 failed with a lost worker, and is not repeated" in caplog.text
 
 
 def test_a_pause_that_ends_leaves_nothing_behind(tmp_path, monkeypatch):

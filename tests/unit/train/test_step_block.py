@@ -31,7 +31,7 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 def test_a_step_that_is_asked_for_and_not_entered(tmp_path: Path) -> None:
     """`loop.step()` without `with` is noticed when the next batch is asked for, and the remedy is told."""
     loop = Loop(tmp_path)
-    with pytest.raises(ConfigError, match=r"(?s)called, and not entered.*loop\.report"):
+    with pytest.raises(ConfigError, match=r"(?s)called without a with block.*loop\.report"):
         for _ in loop.epochs(1):
             for _ in loop.batches(_parts()[2]):
                 loop.step()
@@ -381,7 +381,7 @@ def test_torchs_sampler_does_not_outlive_a_change(
             for _ in loop.batches(Wrapped(loader) if how == "a class" else loader):
                 with loop.step():
                     optimizer.step()
-    assert "workers are started anew when the membership changes: the script has a DistributedSampler" in caplog.text
+    assert "all workers restart when the membership changes: the script has a DistributedSampler" in caplog.text
 
 
 def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:

@@ -126,7 +126,10 @@ def test_summaries(given, words):
 def test_a_survivor_that_gloo_keeps_is_replaced():
     """It has not failed: a consequence of the loss that follows it, and no cause."""
     found = failure(error_file=error_file(f"ConnectionError: {LET_GO_NEVER}"))
-    assert (found.collateral, found.summary) == (True, "rank 0 on node-0 was replaced: gloo did not let it go")
+    assert (found.collateral, found.summary) == (
+        True,
+        "rank 0 on node-0 was replaced: gloo kept waiting after the connection was closed",
+    )
 
 
 def test_a_signal_is_never_collateral():
@@ -303,7 +306,7 @@ def test_who_ended_early_is_named_before_collateral_failures():
     record = ended(2, ended_well=(1,), failures=(lost,)).failure
     assert (record.code, record.collateral) == (0, True)
     assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
-    assert record.text.splitlines()[1].startswith("rank 0 failed of it, on node-0")
+    assert record.text.splitlines()[1].startswith("rank 0 failed because of it, on node-0")
     assert [ended(2, ended_well=well).well for well in ((1,), (1, 0))] == [1, 1]
     own = failure(rank=0, error_file=error_file("ValueError: x"))
     assert ended(2, ended_well=(1,), failures=(own,)).failure.rank == 0
