@@ -51,7 +51,7 @@ def is_stream(loader: object, sampler: AnySampler) -> bool:
     return sampler is None and isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
-def rest_unknown(before: int, now: int) -> CheckpointError:
+def stream_resized(before: int, now: int) -> CheckpointError:
     """The error where an epoch of a stream (see `is_stream`) was begun by `before` processes, and there are `now`."""
     got = f"{now} processes, in the middle of an epoch that {before} began"
     remedy = "Resume with as many processes, use a map-style dataset and ElasticBatchSampler, or draw in loop.steps"

@@ -57,8 +57,8 @@ class InPlace:
         objects: the objects given to the Loop. DDP modules among them get new reducers in each group.
         give_up: hands the state over to the agent. Called by another thread when the main thread can't come back from
             the group that it has lost.
-        undoable: tells whether a step is open that would be undone if it failed now.
-        renews: tells whether the script makes objects of its own anew after each change of the membership.
+        is_undoable: tells whether a step is open that would be undone if it failed now.
+        has_on_change: tells whether the script makes objects of its own anew after each change of the membership.
 
     Attributes:
         possible: whether this process can go on in place, in another generation.
@@ -69,23 +69,23 @@ class InPlace:
         self,
         objects: Iterable[object],
         give_up: Callable[[], object],
-        undoable: Callable[[], bool],
-        renews: Callable[[], bool],
+        is_undoable: Callable[[], bool],
+        has_on_change: Callable[[], bool],
     ) -> None:
         self._given = list(objects)
         self._layers = [(each, regroup.exchanged_parameters(each)) for each in ddp_layers(self._given)]
         self._give_up = give_up
-        self._undoable = undoable
-        self._renews = renews
+        self._is_undoable = is_undoable
+        self._has_on_change = has_on_change
         # Whether something in the script keeps this process from going on in place.
-        self._hindered = False
+        self._has_obstacle = False
         self._page = agent_client.status_page()
         self._agent = agent_client.agent_link()
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
         # The thread that makes the steps.
-        self._thread = 0
+        self._step_thread = 0
         # The hook that ends a step which would be thrown away; None while no seat waits.
-        self._refusal: RemovableHandle | None = None
+        self._doomed_step_hook: RemovableHandle | None = None
         self.possible = False
         self.spare: state_transfer.SpareTensors | None = None
 
@@ -104,7 +104,7 @@ class InPlace:
         """Whether a newer seat has come than the one that was taken."""
         return self._agent.is_overtaken
 
-    def begin(self, loader: object, sampler: AnySampler) -> None:
+    def enable(self, loader: object, sampler: AnySampler) -> None:
         """Go on in place from now on, if the script allows it. Called when the block of a step begins.
 
         Args:
@@ -112,18 +112,18 @@ class InPlace:
             sampler: the sampler of the Loop.
         """
         # Only the first step comes further, as looking for obstacles searches all objects of the process.
-        if not self._agent.has_agent or self.possible or self._hindered:
+        if not self._agent.has_agent or self.possible or self._has_obstacle:
             return
         obstacle = self._obstacle(loader, sampler)
         if obstacle:
-            self._hindered = True
+            self._has_obstacle = True
             if not self.worker.rank:
                 _log.warning("all workers restart when the membership changes: %s", obstacle)
             return
         self._follow()
         self._page.in_place = IN_PLACE
 
-    def end(self) -> None:
+    def disable(self) -> None:
         """Go on in place no longer, because the Loop is over, or another Loop has begun inside of it."""
         self.possible = False
         self._page.in_place = 0
@@ -148,22 +148,24 @@ class InPlace:
         self._backend = dist.get_backend()
         if self._backend not in ("gloo", "nccl"):
             return f"the process group's backend is {self._backend}"
-        if regroup.has_subgroups() and not self._renews():
+        if regroup.has_subgroups() and not self._has_on_change():
             return "the script has made a process group of its own, and not in loop.on_change"
         missing = not_given(self._given, [layer for layer, _ in self._layers])
         return missing or next(
             (text for layer in self._layers if (text := regroup.rebuild_obstacle(*layer, self._given))), ""
         )
 
-    def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
-        """Whether `error` only says that this generation has lost a rank. If so, report the loss to the agent.
+    def report_if_lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
+        """Report the loss to the agent if `error` only says that this generation has lost a rank.
+
+        Returns whether `error` says that.
 
         Args:
             error: the error.
             step: the last step that this process has finished.
             in_step: whether the error has left the block of a step, or an evaluation, which would be made again.
         """
-        if not self.is_of_peer(error) or (in_step and self._is_of_another_group()):
+        if not self.is_from_lost_peer(error) or (in_step and self._is_from_another_group()):
             return False
         # If another seat has come, the agents know of the loss already.
         if not self.overtaken:
@@ -171,7 +173,7 @@ class InPlace:
             self._agent.send(LeftGeneration(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
-    def is_of_peer(self, error: BaseException) -> bool:
+    def is_from_lost_peer(self, error: BaseException) -> bool:
         """Whether `error` only says that this generation has lost a rank, and this process can go on in place."""
         if not self.possible or not isinstance(error, Exception):
             return False
@@ -183,7 +185,7 @@ class InPlace:
             return True
         return is_collateral(name, text, callstack)
 
-    def _is_of_another_group(self) -> bool:
+    def _is_from_another_group(self) -> bool:
         """Whether an error that names a lost peer comes from another group than the default group.
 
         This is so if all connections of the default group live. The error then comes from a group that the script has
@@ -199,7 +201,7 @@ class InPlace:
             time.sleep(CLOSED_AGAIN_S)
         return False
 
-    def check_caught(self) -> None:
+    def check_connections(self) -> None:
         """Raise DistNetworkError if a rank is lost.
 
         The script may have caught the error of a collective, and go on without its result. Called before an optimizer
@@ -208,7 +210,7 @@ class InPlace:
         if self._backend == "gloo" and self.possible and (self.overtaken or regroup.SOCKETS.lost_a_peer()):
             raise dist.DistNetworkError("connection closed by peer, and the script has caught the error")
 
-    def check_replaced(self) -> None:
+    def check_generation(self) -> None:
         """Raise DistNetworkError if another generation follows because a rank of this one is lost.
 
         Called at the end of an evaluation: a collective may have failed, and the script may have caught the error.
@@ -233,7 +235,7 @@ class InPlace:
             if self.overtaken:
                 raise dist.DistBackendError("NCCL communicator was aborted, as a peer is gone")
 
-    def settle(self) -> None:
+    def wait_for_collectives(self) -> None:
         """Wait until all collectives so far have their results. A later abort can't spoil these any more."""
         if self._backend == "nccl":
             torch.cuda.synchronize()
@@ -247,14 +249,14 @@ class InPlace:
         if seat is None:
             return False
         agent_client.take_seat(seat)
-        refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            refusal.remove()
+        hook, self._doomed_step_hook = self._doomed_step_hook, None
+        if hook is not None:
+            hook.remove()
         return True
 
     def _follow(self) -> None:
         """Be ready for new seats from now on. This thread makes the steps, and has to leave its group for a seat."""
-        self._thread = threading.get_ident()
+        self._step_thread = threading.get_ident()
         self._agent.call_on_seat(self._cut)
         self.possible = True
 
@@ -264,19 +266,19 @@ class InPlace:
         The main thread may be in a collective, in the middle of computing, or on the way into the group.
         """
         regroup.cut()
-        self._refusal = self._refusal or register_module_forward_pre_hook(self._refuse)
+        self._doomed_step_hook = self._doomed_step_hook or register_module_forward_pre_hook(self._fail_doomed_step)
         # A cut frees every thread but those whose message gloo has lost. A later look finds these.
         look = threading.Timer(STUCK_S, self._end_if_stuck)
         look.daemon = True
         look.start()
 
-    def _refuse(self, *_: object) -> None:
+    def _fail_doomed_step(self, *_: object) -> None:
         """Fail where the script calls a module in a step that will be undone anyway, so that it ends early.
 
         The hook is set only when a seat has come, and so costs nothing before.
         """
         # Other threads of the script may call modules as well, and a module may be called outside of a step.
-        if self.overtaken and threading.get_ident() == self._thread and self._undoable():
+        if self.overtaken and threading.get_ident() == self._step_thread and self._is_undoable():
             raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def _end_if_stuck(self) -> None:
@@ -350,7 +352,7 @@ class InPlace:
         except regroup.Overtaken:
             return None
         except (RuntimeError, ValueError, OSError) as error:
-            if not self.lost(error, step):
+            if not self.report_if_lost(error, step):
                 raise
             return None
         # Barriers are counted in the group's store, and newcomers begin at 0.

@@ -11,8 +11,8 @@ other samples in a world of another size.
 
 A newcomer runs the script from its first line, and comes to the place where the others are in the middle of an epoch.
 It runs the head of the epoch's body (the code before `batches`), which the others have passed. What it changes there is
-in the state that it gets from them already. So `StepTracker` and `Passed` follow which code runs a second time, and
-`Undo.note_between` and `forget_between` enclose this code and undo it.
+in the state that it gets from them already. So `StepTracker` and `AppliedCode` follow which code runs a second time,
+and `Undo.note_for_discard` and `discard_changes` enclose this code and undo it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from elasticrt.distributed.signal_guard import SignalGuard
 from elasticrt.errors import ConfigError, Handover, explain, path_of
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, feed, is_stream, rest_unknown, samples_per_batch
+from elasticrt.train.batches import check_loader, feed, is_stream, samples_per_batch, stream_resized
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.step_tracker import StepTracker
-from elasticrt.train.training_state import Passed, TrainingState
+from elasticrt.train.training_state import AppliedCode, TrainingState
 from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
 from elasticrt.train.world import Change, World, plain_result
@@ -107,8 +107,8 @@ class Loop:
             raise TypeError(explain(what, "Loop(sampler=)", got=sampler, expected=expected, remedy=remedy))
         if resume not in ("auto", "fresh"):
             raise ConfigError("unknown value", "Loop(resume=)", got=resume, expected='"auto" or "fresh"')
-        self._shown = path_of(directory, "Loop")
-        self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
+        self._shown_directory = path_of(directory, "Loop")
+        self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown_directory)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
         self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
@@ -120,7 +120,7 @@ class Loop:
         self._page = agent_client.status_page()
         self._guard = SignalGuard()
         # Whether no other Loop of this process was entered before this one.
-        self._is_only = False
+        self._is_first_loop = False
         # The loader that the newest call of `batches` got.
         self._loader: object = None
         # The collectives that this rank had begun at the head of the epoch's body, plus those of evaluations in it.
@@ -147,7 +147,7 @@ class Loop:
     @property
     def steps_done(self) -> int:
         """How many steps are done, over all epochs and restarts. After the block of a step, that step is included."""
-        return self._state.position.steps + self._tracker.is_finished
+        return self._state.position.steps + self._tracker.has_uncounted_step
 
     @property
     def complete(self) -> bool:
@@ -202,34 +202,34 @@ class Loop:
                 except GeneratorExit:
                     # Python closes a generator after `break` and `return`, and also when an exception leaves the body.
                     if generator_exit.on_purpose(sys._getframe().f_back):
-                        self._settle()
+                        self._end_batch()
                         # An exception that is raised while Python closes the generator does not reach the script.
                         with suppress(Handover):
                             self._end_together()
                             well = True
                     raise
                 self._tracker.check("epochs")
-                self._settle()
+                self._end_batch()
                 # The body has ended without a block for the batches that were passed, so none is to come for them.
-                if self._tracker.untrained:
-                    self._tracker.untrained = None
+                if self._tracker.untrained_batches:
+                    self._tracker.untrained_batches = None
                 # Other ranks had finished this epoch, and this rank has taken over their state. What the script has
                 # done after the batches is in that state already.
                 if self._state.position.epoch != entered:
-                    self._forget_between()
+                    self._discard_changes()
                     continue
                 # The body may have ended after a step was undone, without making the step again.
-                self._tracker.repeats = False
-                self._undo.keep_between()
+                self._tracker.was_undone = False
+                self._undo.keep_changes()
                 position = self._state.position
                 # Whether the limit of steps, and not the end of the data or a `break`, has ended this epoch.
                 cut_short = position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
                 if not cut_short:
                     self._state.ledger.closed(position)
-                    self._state.passed = Passed()
+                    self._state.applied = AppliedCode()
                 self._state.position = position.closed(cut_short=cut_short)
-                self._undo.outside = None
-                self._boundary()
+                self._undo.state_outside_batches = None
+                self._pass_boundary()
             self._end_together()
             self._saving.checkpointer.finish()
             well = True
@@ -238,44 +238,44 @@ class Loop:
 
     def _enter_head(self) -> None:
         """Note that the body of an epoch begins. If the state has its head already, prepare to undo the second run."""
-        passed = self._state.passed
-        self._tracker.enter_epoch(repeats=passed.head)
-        if not passed.head:
-            passed.results.clear()
+        applied = self._state.applied
+        self._tracker.enter_epoch(repeats=applied.has_head)
+        if not applied.has_head:
+            applied.head_results.clear()
         elif self._tracker.at_head:
-            self._undo.note_between(whole=False)
+            self._undo.note_for_discard(whole=False)
         self._head_collectives = collectives.sequence_number()
 
-    def _pass_head(self) -> None:
+    def _end_head(self) -> None:
         """Note that the head of the epoch's body is over. If the state had it already, undo its second run."""
         head_collectives = collectives.sequence_number() - self._head_collectives
         # A newcomer would wait in such a collective for ranks that are in their steps.
         if head_collectives and self._tracker.at_head and self._world.in_place.worker.has_agent:
             _warn_of_head()
-        if self._tracker.pass_head():
+        if self._tracker.end_head():
             # A newcomer that still comes to an evaluation of the others is undone once more there, from the same note.
-            self._undo.forget_between(again=bool(self._world.evaluations.awaited))
-        self._state.passed.head = True
+            self._undo.discard_changes(keeps_note=bool(self._world.evaluations.awaited))
+        self._state.applied.has_head = True
 
     def _end_together(self) -> None:
         """Save the last step, and wait on all ranks until that is done."""
         self._reporter.end()
-        validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
+        validation.check_not_awaited(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         # Once more in each generation that begins meanwhile.
-        while not self._world.ends_with(self._saving.last):
+        while not self._world.save_last_together(self._saving.save_last):
             pass
 
     def _enter(self) -> None:
         place = self._saving.checkpointer.place
         if any(other._saving.checkpointer.place == place for other in _running):
             raise ConfigError(
-                "another Loop is running in this directory", self._shown, remedy="Finish one before the next"
+                "another Loop is running in this directory", self._shown_directory, remedy="Finish one before the next"
             )
         # A newcomer runs the script from its first line, and would wait to be let in at the outermost Loop while the
         # others are in this one. So no Loop around this one goes on in place any more.
         for other in _running:
-            other._world.in_place.end()
-        self._is_only = not Loop._any_was_entered
+            other._world.in_place.disable()
+        self._is_first_loop = not Loop._any_was_entered
         Loop._any_was_entered = True
         self._world.enter(fresh=self._fresh)
         self._saving.begin()
@@ -286,7 +286,7 @@ class Loop:
 
     def _leave(self, *, well: bool) -> None:
         """Clean up, because the loop is over. With `well` it has ended in order, otherwise by an exception."""
-        self._world.in_place.end()
+        self._world.in_place.disable()
         self._undo.unwatch()
         self._guard.remove(obeys=well)
         self._weighting.detach()
@@ -323,67 +323,67 @@ class Loop:
         self._tracker.check("batches")
         validation.check_not_paused("batches", is_paused=bool(self._page.pausing_ns))
         check_loader(loader, self._state.sampler)
-        self._settle()
-        self._pass_head()
+        self._end_batch()
+        self._end_head()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._know_batch_size(samples_per_batch(loader))
+            self._set_batch_size(samples_per_batch(loader))
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
         before, now = self._world.resumed_size, self._world.size
         if before != now and self._state.position.batches and is_stream(loader, self._state.sampler):
-            raise rest_unknown(before, now)
+            raise stream_resized(before, now)
         self._weighting.renew()
         self._state.ledger.renew()
-        self._tracker.passes += 1
+        self._tracker.batches_calls += 1
         self._loader = loader
-        return self._batches(loader, self._tracker.passes)
+        return self._batches(loader, self._tracker.batches_calls)
 
-    def _know_batch_size(self, size: int) -> None:
+    def _set_batch_size(self, size: int) -> None:
         """Note how many samples a batch of the loader has, where the sampler does not know it.
 
         The ranks compare the sizes of their first loaders: with different ones they would train different samples.
         """
-        if not self._tracker.passes and self._world.moves:
-            self._state.check_batches(size)
-        elif not self._tracker.passes and self._state.settings():
-            self._state.compare(self._world.in_place.worker, batch_size=size)
+        if not self._tracker.batches_calls and self._world.seat_changes:
+            self._state.check_batch_size(size)
+        elif not self._tracker.batches_calls and self._state.sampler_settings():
+            self._state.compare_samplers(self._world.in_place.worker, batch_size=size)
         self._state.batch_size = size
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world, tracker = self._state, self._world, self._tracker
-        resumed = (number == 1 and state.position.batches > 0) or state.begins_late
-        state.begun, state.begins_late = state.position.epoch, False
+        resumed = (number == 1 and state.position.batches > 0) or state.begun_elsewhere
+        state.begun_epoch, state.begun_elsewhere = state.position.epoch, False
         if state.position.drained or self._is_exhausted:
             return
         skip = state.position.batches if state.sampler is None else 0
-        beginning = state.numbers.beginning(state.position, resumed=resumed)
+        beginning = state.rng.beginning(state.position, resumed=resumed)
         drawn: Any = feed(loader, state.sampler, skip, beginning)
-        epoch, moves, size = state.position.epoch, world.moves, world.size
+        epoch, seat_changes, size = state.position.epoch, world.seat_changes, world.size
         # `at_hand` is the number of the batch that was drawn last, from 0.
         batch, share, at_hand = None, None, state.position.batches - 1
         # If this rank has taken over the state of ranks in a later epoch, the batches of this epoch are over.
         while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
-            if moves != world.moves and state.position.batches and is_stream(loader, state.sampler):
-                if world.ends_with(self._saving.last):
-                    raise rest_unknown(size, world.size)
+            if seat_changes != world.seat_changes and state.position.batches and is_stream(loader, state.sampler):
+                if world.save_last_together(self._saving.save_last):
+                    raise stream_resized(size, world.size)
                 continue
-            if moves != world.moves and state.sampler is not None:
+            if seat_changes != world.seat_changes and state.sampler is not None:
                 # With another rank or world size, this rank has other samples from here on, so the loader begins anew.
                 # A loader may draw random numbers when it begins. An undisturbed run draws none here, so they are put
                 # back.
                 drawn.close()
                 drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
-            moves = world.moves
+            seat_changes = world.seat_changes
             # Without a sampler a rank cannot get other samples. An undone step gets the batch at hand once more, so
             # nothing is drawn. If other ranks have finished that step, this rank's batch of it is passed over.
             for _ in range(state.position.batches - at_hand if state.sampler is None else 1):
                 batch, share = self._draw(drawn, expected=not skip)
-            at_hand, tracker.repeats = state.position.batches, False
+            at_hand, tracker.was_undone = state.position.batches, False
             if share is None:
                 state.position = state.position._replace(drained=True)
                 break
-            self._give(share)
+            self._give_batch(share)
             try:
                 yield batch
                 tracker.has_batch = False
@@ -391,30 +391,30 @@ class Loop:
             except GeneratorExit:
                 tracker.has_batch = False
                 self._page.stepping = 0
-                self._batch_left(sys._getframe().f_back)
+                self._leave_batches_early(sys._getframe().f_back)
                 raise
-            if tracker.passes != number:
+            if tracker.batches_calls != number:
                 what, expected = "two batches() of one epoch at the same time", "one to end before the next begins"
                 raise ConfigError(what, "batches", expected=expected)
-            if tracker.repeats:
-                self._forget_between()
+            if tracker.was_undone:
+                self._discard_changes()
                 continue
-            tracker.pass_batch(in_step=self._undo.in_step, stepped=self._undo.stepped)
-            self._settle(passed=True)
+            tracker.request_batch(in_step=self._undo.in_step, has_stepped=self._undo.has_stepped)
+            self._end_batch(passed=True)
             # Between two micro-batches the state is that of no step, so nothing is saved there.
             if share.last:
-                self._boundary()
-        tracker.repeats = False
+                self._pass_boundary()
+        tracker.was_undone = False
         self._page.stepping = 0
-        if self._undo.outside is None:
+        if self._undo.state_outside_batches is None:
             self._leave_batches(known=True)
 
-    def _give(self, share: BatchSlice) -> None:
+    def _give_batch(self, share: BatchSlice) -> None:
         """Note that the script gets a batch, whose part of the global batch is `share`."""
         # The effects of the body before its block are in the state already, and this body runs once more.
-        if self._state.passed.body and not self._undo.open:
-            self._undo.note_between(whole=False)
-        self._begin(share)
+        if self._state.applied.has_body and not self._undo.open:
+            self._undo.note_for_discard(whole=False)
+        self._begin_batch(share)
         self._tracker.has_batch = True
 
     def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
@@ -432,13 +432,13 @@ class Loop:
         self._page.data_ns += time.monotonic_ns() - since_ns
         return found
 
-    def _batch_left(self, caller: FrameType | None) -> None:
+    def _leave_batches_early(self, caller: FrameType | None) -> None:
         """Note that the script has left `batches` early. `caller` is the frame that has let go of the generator."""
         on_purpose = generator_exit.on_purpose(caller)
         if on_purpose:
-            self._settle()
+            self._end_batch()
         else:
-            self._interrupted()
+            self._break_off_batch()
         # If the epoch has batches left, a restart at this position begins with the next one, and not with the code that
         # follows the batches.
         has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
@@ -473,21 +473,21 @@ class Loop:
         tracker.draws_itself = True
         for _ in self.epochs(1, max_steps=total):
             while not self._state.position.limit_reached(total):
-                has_begun, others_evaluate = self._state.passed.body, bool(evaluations.awaited)
+                has_begun, others_evaluate = self._state.applied.has_body, bool(evaluations.awaited)
                 if tracker.give_number(has_begun=has_begun, others_evaluate=others_evaluate):
                     # The effects of the body before its block are in the state already. This second run of that code is
                     # undone where the block begins.
-                    self._undo.note_between(whole=False)
-                    evaluations.repeat_from_boundary()
+                    self._undo.note_for_discard(whole=False)
+                    evaluations.replay_from_boundary()
                 else:
                     evaluations.pass_boundary()
                 counted = self._state.position.steps
                 yield counted
                 tracker.check_left(self.steps_done + 1)
                 tracker.check_body(has_counted=self._state.position.steps > counted)
-                if tracker.repeats:
-                    self._forget_between()
-                self._pass_on()
+                if tracker.was_undone:
+                    self._discard_changes()
+                self._end_body()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
         """Report numbers of this step to the terminal, the dashboard and the event log, as in `loop.report(loss=loss)`.
@@ -499,7 +499,7 @@ class Loop:
         Raises TypeError for anything else, ConfigError outside of `epochs` and `steps`.
         """
         self._tracker.check("report")
-        self._reporter.keep(scalars)
+        self._reporter.keep_scalars(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
         """Register a function that is called when the first epoch begins, and after each change of the membership.
@@ -534,40 +534,40 @@ class Loop:
         global batch is complete. If an exception has left the block, and the script goes on, `batches` and `steps`
         raise RuntimeError.
         """
-        self._tracker.request()
-        return _Step(self)
+        self._tracker.request_block()
+        return _StepBlock(self)
 
-    def _step_begins(self) -> None:
+    def _enter_block(self) -> None:
         """Enter the block of a step, and note the state to which the step can be undone."""
-        tracker, takes_over = self._tracker, bool(self._world.moves)
-        if tracker.untrained and not takes_over:
+        tracker, takes_over = self._tracker, bool(self._world.seat_changes)
+        if tracker.untrained_batches and not takes_over:
             self._state.ledger.take_back()
         is_paused = bool(self._page.pausing_ns)
-        tracker.enter(in_step=self._undo.in_step, is_paused=is_paused, takes_over=takes_over)
-        validation.check_evaluated(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
+        tracker.enter_block(in_step=self._undo.in_step, is_paused=is_paused, takes_over=takes_over)
+        validation.check_not_awaited(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         if not tracker.has_batch:
-            self._begin(WHOLE)
+            self._begin_batch(WHOLE)
         # What the script has changed on the way from an undone try to here does not count.
-        self._undo.forget_between()
+        self._undo.discard_changes()
         # A newcomer could not know which of several Loops the others are in. So only the first one goes on in place.
-        if self._is_only:
-            self._world.in_place.begin(self._loader if tracker.has_batch else None, self._state.sampler)
+        if self._is_first_loop:
+            self._world.in_place.enable(self._loader if tracker.has_batch else None, self._state.sampler)
         self._undo.in_step = tracker.uses_blocks = True
-        tracker.repeats = tracker.number_repeats = False
+        tracker.was_undone = tracker.body_repeats = False
         # If a step is open, this is another micro-batch of it. A step is undone as a whole, with all of its batches.
         if not self._undo.open:
-            self._state.passed.body = True
+            self._state.applied.has_body = True
             self._undo.note()
 
-    def _pass_on(self) -> None:
+    def _end_body(self) -> None:
         """Note that the script asks `steps` for the next number: the step before is finished."""
         if self._tracker.slice is not None:
-            self._pass_step()
+            self._end_step()
         if self._tracker.awaits_boundary:
             self._tracker.awaits_boundary = False
-            self._boundary()
+            self._pass_boundary()
 
-    def _step_ends(self, error: BaseException | None) -> bool:
+    def _exit_block(self, error: BaseException | None) -> bool:
         """End the block of a step. Returns whether `error` is swallowed, because the step is undone and made again.
 
         Args:
@@ -577,25 +577,25 @@ class Loop:
         tracker, part = self._tracker, self._tracker.slice
         assert part is not None, "a step has begun"
         # Where an optimizer has stepped, `_before_optimizer` has looked already.
-        if error is None and part.last and not self._undo.stepped:
-            error = self._unconfirmed()
+        if error is None and part.last and not self._undo.has_stepped:
+            error = self._find_caught_error()
         if error is None:
             if part.last:
-                self._undo.step_ends()
-            if tracker.leave(stepped=self._undo.stepped, sees_optimizers=self._undo.sees):
-                self._pass_step()
+                self._undo.end_step()
+            if tracker.leave_block(has_stepped=self._undo.has_stepped, has_optimizer=self._undo.has_optimizer):
+                self._end_step()
             return False
         running = tracker.stage == "running"
-        if not running or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
-            self._interrupted()
+        if not running or not self._world.in_place.report_if_lost(error, self._state.position.steps, in_step=True):
+            self._break_off_batch()
             tracker.error = error
             return False
         # The error comes from a lost peer. Undo the step before the ranks meet, because each of them says there which
-        # step it has finished and whether its state is whole.
+        # step it has finished and whether its state is valid.
         self._weighting.end()
         tracker.undo()
         self._world.undo_step()
-        self._world.evaluations.repeat_from_first()
+        self._world.evaluations.replay_from_first()
         # The traceback holds the frames of the step, and with them works of the old group.
         error.__traceback__ = None
         self._world.go_on()
@@ -603,22 +603,25 @@ class Loop:
         # that it comes to them.
         tracker.completed = bool(self._world.evaluations.awaited)
         # Noted after `go_on`: what is put back at the next try is the state that all ranks have now.
-        self._undo.note_between(whole=tracker.completed)
+        self._undo.note_for_discard(whole=tracker.completed)
         return True
 
-    def _forget_between(self) -> None:
+    def _discard_changes(self) -> None:
         """Undo what the script has changed since the last try of a step.
 
         Not while other ranks are in an evaluation that this rank still comes to: that is undone there.
         """
         if not self._world.evaluations.awaited:
-            self._undo.forget_between()
+            self._undo.discard_changes()
 
-    def _unconfirmed(self) -> BaseException | None:
-        """The error of a collective that the script has caught in a step without an optimizer's step; None if none."""
+    def _find_caught_error(self) -> BaseException | None:
+        """Find the error of a collective that the script has caught in a step without an optimizer's step.
+
+        Returns None if there is none.
+        """
         try:
-            if self._undo.sees:
-                self._world.in_place.check_caught()
+            if self._undo.has_optimizer:
+                self._world.in_place.check_connections()
             self._world.in_place.check_results()
         except RuntimeError as error:
             return error
@@ -646,23 +649,23 @@ class Loop:
         if self._page.pausing_ns:
             yield
             return
-        self._pass_block()
+        self._end_finished_step()
         # Before and after an epoch's batches the state of the position is noted already: a restart comes here again.
-        repeated = self._undo.outside is not None
+        repeated = self._undo.state_outside_batches is not None
         # Between two steps it is noted here. What the block changes must not be handed over: the weights may be those
         # of an average until the block ends.
-        among = not repeated and self._is_between
+        among = not repeated and self._is_between_steps
         if among:
             self._leave_batches(known=True)
         try:
             with self._pausing():
                 yield
         except Exception as error:
-            self._world.leave_state(error, why, repeated=repeated)
+            self._world.hand_over_if_lost(error, why, repeated=repeated)
             raise
         finally:
             if among:
-                self._undo.outside = None
+                self._undo.state_outside_batches = None
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
@@ -700,7 +703,10 @@ class Loop:
         process as in `pause`. As a pause it is never taken for a hang.
 
         After a step that was undone and will be made again, this does not call the function. It returns what it
-        returned after the step before.
+        returned after the step before. At the head of an epoch's body, before `batches`, it does not call the function
+        either if the epoch is entered in its middle, by a newcomer or after a restart. It returns what it returned when
+        the epoch began. After a restart it calls the function all the same if the result could not be saved, because it
+        has other parts than those above.
 
         Args:
             function: what to call.
@@ -708,24 +714,27 @@ class Loop:
             **kwargs: the function's named arguments.
 
         Raises what `function` raises; TypeError if it can't be called; ConfigError outside of `epochs` and `steps`, in
-        the block of a step, and after a step that was undone if it was not called after the step before.
+        the block of a step, after a step that was undone if it was not called after the step before, and at the head of
+        an epoch's body on a newcomer if the result can't be sent to it.
         """
         self._tracker.check("evaluate")
-        validation.check_outside(in_step=self._undo.in_step, function=function)
+        validation.check_evaluation(in_step=self._undo.in_step, function=function)
         at_head = self._tracker.at_head and not self._page.pausing_ns
-        known: list[Result] | None = self._known_result(at_head=at_head)
+        known: list[Result] | None = self._replay_result(at_head=at_head)
         if known is not None:
             return known[0]
-        self._pass_block()
+        self._end_finished_step()
         before = collectives.sequence_number()
-        result = self._evaluated(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
+        result = self._evaluate(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
         if at_head:
             self._head_collectives += collectives.sequence_number() - before
-            self._state.passed.results.append(plain_result(result))
+            self._state.applied.head_results.append(plain_result(result))
         return result
 
-    def _known_result(self, *, at_head: bool) -> list[Any] | None:
-        """The result of an evaluation that must not be called now, in a list; None if it is to be called.
+    def _replay_result(self, *, at_head: bool) -> list[Any] | None:
+        """Find the result of an evaluation that must not be called now.
+
+        Returns it in a list; None if the evaluation is to be called.
 
         Args:
             at_head: whether the script is at the head of an epoch's body.
@@ -736,76 +745,76 @@ class Loop:
         # The other ranks have passed this head, or all had before the restart: its evaluations return what they
         # returned then.
         elif at_head and tracker.head_repeats:
-            kept = self._state.passed.result(tracker.next_of_head())
-            validation.check_at_head(comes_alone=kept is None and bool(self._world.moves))
+            kept = self._state.applied.head_result(tracker.next_head_evaluation())
+            validation.check_head_result(comes_alone=kept is None and bool(self._world.seat_changes))
             return kept
         # After a step that was undone, and in the second run of a body before its block, other ranks may be in the step
         # already. They would miss the collectives of a call. If no rank has a result, as after a restart, all call it.
-        elif tracker.repeats or (tracker.number_repeats and not self._page.pausing_ns):
-            known, found = evaluations.repeat()
-            validation.check_known(known=known or tracker.number_repeats)
+        elif tracker.was_undone or (tracker.body_repeats and not self._page.pausing_ns):
+            known, found = evaluations.replay()
+            validation.check_replayed(known=known or tracker.body_repeats)
             return [found] if known else None
         return None
 
-    def _evaluated(self, call: Callable[[], Result], what: str) -> Result:
+    def _evaluate(self, call: Callable[[], Result], what: str) -> Result:
         # Where it could not be made again, it is a pause.
-        if not (self._is_between and self._world.in_place.possible) or self._page.pausing_ns:
+        if not (self._is_between_steps and self._world.in_place.possible) or self._page.pausing_ns:
             with self.pause(what):
                 return call()
-        result: Result = self._world.evaluate(partial(self._aside, call), what)
+        result: Result = self._world.evaluate(partial(self._call_paused, call), what)
         return result
 
-    def _pass_block(self) -> None:
+    def _end_finished_step(self) -> None:
         """Count the step whose block has ended, if any, because the body goes on behind that block.
 
         So no `break` has left the block, and the step counts whether an optimizer has stepped or not.
         """
-        if self._tracker.is_finished and not self._undo.in_step:
-            self._pass_step()
+        if self._tracker.has_uncounted_step and not self._undo.in_step:
+            self._end_step()
 
-    def _pass_step(self) -> None:
+    def _end_step(self) -> None:
         """Count the step of the block. In `steps` the boundary after it is still to come."""
-        self._settle(passed=True)
+        self._end_batch(passed=True)
         self._tracker.awaits_boundary = not self._tracker.has_batch
 
     @property
-    def _is_between(self) -> bool:
+    def _is_between_steps(self) -> bool:
         """Whether the state is that of the position: no batch is being trained."""
         return self._tracker.slice is None and not self._undo.open
 
-    def _aside(self, call: Callable[[], Result]) -> Result:
+    def _call_paused(self, call: Callable[[], Result]) -> Result:
         """The result of `call`, made as in a pause."""
         with self._pausing():
             return call()
 
     # The boundary
 
-    def _begin(self, share: BatchSlice) -> None:
+    def _begin_batch(self, share: BatchSlice) -> None:
         """Begin a batch, whose part of the global batch is `share`."""
-        self._tracker.begin(share)
-        self._undo.stepped = False
-        self._undo.outside = None
+        self._tracker.begin_batch(share)
+        self._undo.has_stepped = False
+        self._undo.state_outside_batches = None
         self._weighting.begin(share)
         self._page.stepping = 1
         # Noted before the forward. If the step is undone, this entry is written anew.
         if self._state.ledger.writes:
             self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 
-    def _settle(self, *, passed: bool = False) -> None:
+    def _end_batch(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if an optimizer has stepped, or with `passed`.
 
         Args:
             passed: whether the script has gone on behind the batch, and has not left it by `break`.
         """
-        part = self._tracker.end()
+        part = self._tracker.end_batch()
         if part is not None:
             self._weighting.end()
-        if part is not None and part.last and (passed or self._undo.stepped):
-            self._count()
+        if part is not None and part.last and (passed or self._undo.has_stepped):
+            self._count_step()
         elif self._undo.open and not passed:
-            self._undo.put_back_gradients()
+            self._undo.abandon_step()
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         """Count the finished step in the position, in the sampler and on the status page.
 
         Nothing here can fail or wait, so no step is ever half counted.
@@ -815,19 +824,19 @@ class Loop:
         elif self._state.sampler is not None:
             assert self._state.batch_size is not None, "batches() has looked at the loader"
             self._state.sampler.advance(self._state.batch_size * self._world.size)
-        self._state.position, self._state.passed.body = self._state.position.stepped(), False
+        self._state.position, self._state.applied.has_body = self._state.position.stepped(), False
         self._undo.open = False
         self._world.evaluations.forget()
         self._saving.run.total += 1
-        self._reporter.finished(self._saving.run.total, self._state.position.epoch)
+        self._reporter.report_step(self._saving.run.total, self._state.position.epoch)
 
-    def _boundary(self) -> None:
+    def _pass_boundary(self) -> None:
         """Save what is due between two steps, and stop if the agents have agreed that all workers stop here."""
         self._world.evaluations.pass_boundary()
         # A script that has an optimizer and has passed batches without a step may have read them ahead. Nothing is
         # saved then, because the position counts steps that nobody has trained.
-        if not (self._tracker.untrained and self._undo.sees):
-            self._saving.between_steps()
+        if not (self._tracker.untrained_batches and self._undo.has_optimizer):
+            self._saving.save_due()
         self._guard.obey(self._world.hand_over)
         regroup.release_retired()
         total = self._saving.run.total
@@ -837,7 +846,7 @@ class Loop:
         elif self._page.stop and handover.must_leave(self._page, total):
             self._hand_over(total)
         else:
-            self._state.numbers.begin_step(self._state.position)
+            self._state.rng.begin_step(self._state.position)
 
     def _hand_over(self, total: int) -> None:
         """Stop with all workers after this step: go on in place, or leave the state to the agent and end.
@@ -850,10 +859,10 @@ class Loop:
         in_place = self._world.in_place
         # The agents ask for a checkpoint where too few nodes are left for the run to train on.
         if self._page.save:
-            self._saving.last()
+            self._saving.save_last()
         if in_place.possible:
             # Once the agent knows that this process has stopped, its group may be cut at any time.
-            in_place.settle()
+            in_place.wait_for_collectives()
             handover.make_stop_report(total)()
             self._world.go_on()
             return
@@ -861,15 +870,15 @@ class Loop:
             self._saving.hand_over(self._state.collect())
         raise handover.leave(total)
 
-    def _interrupted(self) -> None:
+    def _break_off_batch(self) -> None:
         """Note that an exception has left the batch.
 
         Its step does not count. If an optimizer has stepped in that step, the Loop is broken.
         """
         self._weighting.end()
-        self._tracker.break_off(stepped=self._undo.stepped)
-        if self._undo.open and not self._undo.stepped:
-            self._undo.put_back_gradients()
+        self._tracker.break_off(has_stepped=self._undo.has_stepped)
+        if self._undo.open and not self._undo.has_stepped:
+            self._undo.abandon_step()
 
     def _before_optimizer(self, *_: Any) -> None:
         """Check that an optimizer may step now. An error that is raised here prevents that."""
@@ -878,14 +887,14 @@ class Loop:
         # there would leave this rank without one.
         if self._undo.has_communicated:
             if self._undo.in_step:
-                self._world.in_place.check_caught()
+                self._world.in_place.check_connections()
             self._world.in_place.check_results()
         validation.check_optimizer(
             outside=self._tracker.uses_blocks and not self._undo.in_step,
             completes=self._tracker.slice is None or self._tracker.slice.last,
             step=self.steps_done + 1,
         )
-        self._undo.optimizer_begins()
+        self._undo.before_optimizer()
 
 
 @cache
@@ -896,16 +905,16 @@ def _warn_of_head() -> None:
         _log.warning(what, "Put it into loop.evaluate(...) or loop.on_change(...)")
 
 
-class _Step:
+class _StepBlock:
     """The block of one step."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
     def __enter__(self) -> None:
-        self._loop._step_begins()
+        self._loop._enter_block()
 
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> bool:
-        return self._loop._step_ends(error)
+        return self._loop._exit_block(error)

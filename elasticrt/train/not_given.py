@@ -31,12 +31,12 @@ def not_given(given: Sequence[object], layers: Iterable[object]) -> str:
     known, alive = [id(each) for each in layers], _alive()
     if any(issubclass(type(each), DDP) and id(each) not in known for each in alive):
         return "there is a DDP module that was not given to the Loop"
-    found = _stranger(given, alive)
+    found = _find_not_given(given, alive)
     if found:
         # The script may have let go of the object, and only a cycle of references keeps it until the next collection.
         del alive
         gc.collect()
-        found = _stranger(given, _alive())
+        found = _find_not_given(given, _alive())
     return f"{found} was not given to the Loop: give it, or newcomers and checkpoints lack its state" if found else ""
 
 
@@ -46,8 +46,8 @@ def _alive() -> list[object]:
     return [each for each in gc.get_objects() if issubclass(type(each), (DDP, torch.optim.Optimizer, *_SCHEDULERS))]
 
 
-def _stranger(given: Sequence[object], alive: Sequence[object]) -> str:
-    """An optimizer or a scheduler among the objects that are `alive` that was not given, in words; "" if none."""
+def _find_not_given(given: Sequence[object], alive: Sequence[object]) -> str:
+    """Find an optimizer or a scheduler among the objects that are `alive` that was not given: in words, "" if none."""
     modules = [each for each in given if isinstance(each, torch.nn.Module)]
     parameters = {id(each) for module in modules for each in module.parameters()}
     # All objects that were given, or are inside of a given one at any depth.

@@ -48,23 +48,23 @@ class Reporter:
         self._link = agent_client.agent_link()
         self._page = agent_client.status_page()
         self._resumed_from = 0
-        self._first = True
-        self._next_ns = 0
+        self._is_first_report = True
+        self._next_report_ns = 0
         # The last step, its epoch and its end, if no message has reported it; else None.
-        self._untold: tuple[int, int, int] | None = None
+        self._unreported_step: tuple[int, int, int] | None = None
         # The script's numbers: as they came, and as they were read last.
-        self._kept: dict[str, float | torch.Tensor] = {}
+        self._given_scalars: dict[str, float | torch.Tensor] = {}
         self._scalars: dict[str, float] = {}
         self._scalars_at_ns = -_READ_NS
         # The DDP modules, and the iteration that each of them had measured at the last look at the timers.
         self._layers: list[Any] = list(ddp_layers(objects))
         self._measured: dict[int, int] = {}
         # When the next look is due.
-        self._waits_at_ns = 0
+        self._next_waits_ns = 0
         # The last step, and its end, at the last look.
         self._step, self._step_at_ns = 0, 0
 
-    def keep(self, scalars: Mapping[str, float | torch.Tensor]) -> None:
+    def keep_scalars(self, scalars: Mapping[str, float | torch.Tensor]) -> None:
         """Keep the script's numbers, by name, in place of earlier ones of these names.
 
         Raises TypeError for a value that is not one number.
@@ -75,50 +75,51 @@ class Reporter:
                 raise TypeError(explain(what, "report", got=value, expected=expected))
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise TypeError(explain(f"{name} is not one number", "report", got=f"shape {tuple(value.shape)}"))
-            self._kept[name[:_NAME_MAX]] = value.detach() if isinstance(value, torch.Tensor) else value
-        while len(self._kept) > _SCALARS_MAX:
-            self._kept.popitem()
+            self._given_scalars[name[:_NAME_MAX]] = value.detach() if isinstance(value, torch.Tensor) else value
+        while len(self._given_scalars) > _SCALARS_MAX:
+            self._given_scalars.popitem()
 
     def begin(self, step: int) -> None:
         """Report that this process has the state after `step`, and is about to draw the next batch."""
         agent_client.show_stacks()
         self._resumed_from = step
-        self._first, self._next_ns = True, 0
+        self._is_first_report, self._next_report_ns = True, 0
         self._page.restored_at_ns = time.monotonic_ns()
         self._page.entered = step + 1
 
-    def finished(self, step: int, epoch: int) -> None:
+    def report_step(self, step: int, epoch: int) -> None:
         """Report that this process has finished `step`, which belongs to `epoch`."""
         now_ns = time.monotonic_ns()
         self._page.samples = self._samples()
         self._page.finished(step, now_ns)
         # Written last, because it announces that the next step has begun.
         self._page.entered = step + 1
-        self._untold = (step, epoch, now_ns)
-        if not self._link.has_agent or now_ns < self._next_ns:
+        self._unreported_step = (step, epoch, now_ns)
+        if not self._link.has_agent or now_ns < self._next_report_ns:
             return
-        self._next_ns = now_ns + _REPORT_NS
-        if now_ns >= self._waits_at_ns:
-            self._waits_at_ns = now_ns + _READ_NS
+        self._next_report_ns = now_ns + _REPORT_NS
+        if now_ns >= self._next_waits_ns:
+            self._next_waits_ns = now_ns + _READ_NS
             self._read_waits()
-        if self._kept and now_ns - self._scalars_at_ns >= _READ_NS:
+        if self._given_scalars and now_ns - self._scalars_at_ns >= _READ_NS:
             self._read_scalars(now_ns)
-        self._tell(*self._untold)
+        self._post_step(*self._unreported_step)
 
     def end(self) -> None:
         """Report the last step in a message, with the script's present numbers, because no step follows."""
-        if self._link.has_agent and self._untold is not None:
+        if self._link.has_agent and self._unreported_step is not None:
             self._read_scalars(time.monotonic_ns())
-            self._tell(*self._untold)
+            self._post_step(*self._unreported_step)
 
-    def _tell(self, step: int, epoch: int, at_ns: int) -> None:
+    def _post_step(self, step: int, epoch: int, at_ns: int) -> None:
         """Report a step in a message. If the socket has no room, the report of a later step takes its place."""
-        if self._link.try_send(Step(step, epoch, at_ns, self._resumed_from, self._first, dict(self._scalars))):
-            self._first, self._untold = False, None
+        report = Step(step, epoch, at_ns, self._resumed_from, self._is_first_report, dict(self._scalars))
+        if self._link.try_send(report):
+            self._is_first_report, self._unreported_step = False, None
 
     def _read_scalars(self, now_ns: int) -> None:
         self._scalars_at_ns = now_ns
-        self._scalars = {name: float(value) for name, value in self._kept.items()}
+        self._scalars = {name: float(value) for name, value in self._given_scalars.items()}
 
     def _read_waits(self) -> None:
         """Add the waits that were measured since the last call to the totals on the status page."""

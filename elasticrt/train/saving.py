@@ -43,7 +43,7 @@ class Saving:
         self, state: TrainingState, directory: str | os.PathLike[str], *, every: str, keep: int, memory: float
     ) -> None:
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
-            raise ConfigError("not a share of the memory", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
+            raise ConfigError("not a share of the time", "Loop(memory=)", got=memory, expected="0 <= memory < 1")
         worker = agent_client.worker_env()
         self.checkpointer = Checkpointer(directory, keep=keep)
         self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
@@ -59,7 +59,7 @@ class Saving:
         self._saved_at = 0.0
         self.is_first = False
         # Whether a save is due at once, whatever the interval says.
-        self._owes = False
+        self._is_due_now = False
 
     def set_up_beside(self) -> None:
         """Touch the memory for the first copy of the state, while no rank waits.
@@ -74,13 +74,13 @@ class Saving:
         self._saved, self._saved_at = self._state.position, now
         # A state that was restored from a copy in memory is on no disk, so it is saved at once. The interval begins
         # anew at each restart, so a run that fails more often than that would never save.
-        self._owes = self._owes or (self.is_first and self.checkpointer.adds(self._state.position.steps))
+        self._is_due_now = self._is_due_now or (self.is_first and self.checkpointer.adds(self._state.position.steps))
         self.memory_tier.begin(now, self.run.total)
 
-    def has_state(self) -> None:
+    def begin_generation(self) -> None:
         """Note that the state is the one with which the generation begins."""
         self.is_first = collectives.rank_and_world()[0] == 0
-        self._owes = self.is_first and (self._owes or self.checkpointer.lacks_head)
+        self._is_due_now = self.is_first and (self._is_due_now or self.checkpointer.lacks_head)
 
     def move(self, worker: WorkerEnv) -> None:
         """Go on as `worker`, the seat of this process in another generation."""
@@ -88,16 +88,16 @@ class Saving:
         # a checkpoint, however often rank 0 changes. The commit of a save in flight is refused, because its generation
         # is over. So that save is due again.
         refused = self.checkpointer.snapshots.busy or self.checkpointer.missed
-        self._owes = worker.rank == 0 and (self._owes or not self.is_first or refused)
+        self._is_due_now = worker.rank == 0 and (self._is_due_now or not self.is_first or refused)
         self.checkpointer.move(worker)
         if worker.world_size == 1:
             self.memory_tier.left_alone()
 
-    def between_steps(self) -> None:
+    def save_due(self) -> None:
         """Save to disk what is due, and copy to memory what is due. Called between two steps."""
         now, position = time.monotonic(), self._state.position
         copy = self.memory_tier.is_due(now, self.run.total)
-        save = self.is_first and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
+        save = self.is_first and (self._is_due_now or self._every.is_due(position, self._saved, now - self._saved_at))
         if save or copy:
             snapshots = self.checkpointer.snapshots
             # One save at a time: its commit becomes the head that the next one descends from. A save that is due while
@@ -106,7 +106,7 @@ class Saving:
             if (save or copy) and snapshots.have_room:
                 self.take(save=save, copy=copy)
 
-    def while_waiting(self, then: Callable[[], object]) -> None:
+    def save_while_waiting(self, then: Callable[[], object]) -> None:
         """Save the state while the run waits for nodes, if this is rank 0 and no checkpoint here holds the state.
 
         The save is written by another thread, because the next seat may come at any time.
@@ -136,14 +136,14 @@ class Saving:
             self._page.stepping = 0
             self._page.saving_ns = since_ns
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, patient=patient)
-            self._saved, self._saved_at, self._owes = position, time.monotonic(), False
+            self._saved, self._saved_at, self._is_due_now = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, [*uses, lambda _: then()])
         else:
             then()
         self._page.save_ns += time.monotonic_ns() - since_ns
 
-    def last(self) -> None:
+    def save_last(self) -> None:
         """Save what is not saved yet, because the loop ends, and wait for that.
 
         Raises what `Checkpointer.wait` raises.
@@ -152,7 +152,7 @@ class Saving:
         if self.is_first:
             # Only after the save in flight it is known whether that one has failed.
             self._wait()
-            if self._owes or self._state.position != self._saved or self.checkpointer.missed:
+            if self._is_due_now or self._state.position != self._saved or self.checkpointer.missed:
                 self.take(save=True, copy=False, patient=True)
             self._wait()
 

@@ -30,11 +30,11 @@ class StepTracker:
         completed: whether the batch before `slice` completed its global batch.
         draws_itself: whether the script uses `steps`, and draws its data itself.
         has_batch: whether the script holds a batch of `batches`.
-        passes: how often the script has called `batches`.
-        untrained: how many batches the script has passed before its first step; None from that step on.
+        batches_calls: how often the script has called `batches`.
+        untrained_batches: how many batches the script has passed before its first step; None from that step on.
         uses_blocks: whether the script has entered a block.
-        repeats: whether the last step was undone, and the next try has not begun.
-        number_repeats: whether the body of `steps` runs once more as far as its block.
+        was_undone: whether the last step was undone, and the next try has not begun.
+        body_repeats: whether the body of `steps` runs once more as far as its block.
         at_head: whether the script is in the head of an epoch's body.
         head_repeats: whether that head has run before. Its effects are in the state then.
         awaits_boundary: whether the step of `steps` counts already, and the boundary behind it is still to come.
@@ -47,16 +47,16 @@ class StepTracker:
         self.completed = True
         self.draws_itself = False
         self.has_batch = False
-        self.passes = 0
-        self.untrained: int | None = 0
+        self.batches_calls = 0
+        self.untrained_batches: int | None = 0
         self.uses_blocks = False
-        self.repeats = False
-        self.number_repeats = False
+        self.was_undone = False
+        self.body_repeats = False
         self.at_head = self.head_repeats = False
         self.awaits_boundary = False
         self.error: BaseException | None = None
         # How many evaluations the script has come to once more in a head that repeats.
-        self._in_head = 0
+        self._head_evaluations = 0
         # Whether `step()` has returned a block that no `with` has entered.
         self._requested = False
         # Whether the block of the present batch has ended without an exception.
@@ -68,7 +68,7 @@ class StepTracker:
         return self.completed if self.slice is None else self.slice.last
 
     @property
-    def is_finished(self) -> bool:
+    def has_uncounted_step(self) -> bool:
         """Whether the last block of a step has ended, and the step does not count yet."""
         return self._block_ended and self.slice is not None and self.slice.last
 
@@ -78,7 +78,7 @@ class StepTracker:
 
     # Batches
 
-    def begin(self, part: BatchSlice) -> None:
+    def begin_batch(self, part: BatchSlice) -> None:
         """Note that the script gets a batch, or enters the block in which it draws one.
 
         Args:
@@ -87,25 +87,25 @@ class StepTracker:
         self.slice = part
         self._block_ended = False
 
-    def end(self) -> BatchSlice | None:
+    def end_batch(self) -> BatchSlice | None:
         """Note that the batch is over. Returns the slice of the batch; None between two batches."""
         ended, self.slice = self.slice, None
         if ended is not None:
             self.completed = ended.last
         return ended
 
-    def pass_batch(self, *, in_step: bool, stepped: bool) -> None:
+    def request_batch(self, *, in_step: bool, has_stepped: bool) -> None:
         """Note that the script asks `batches` for the next batch. Raises ReadAheadError inside of a block.
 
         Args:
             in_step: whether a block is open.
-            stepped: whether an optimizer has stepped with the present batch.
+            has_stepped: whether an optimizer has stepped with the present batch.
         """
-        validation.check_not_ahead(in_step=in_step)
+        validation.check_no_read_ahead(in_step=in_step)
         # `list(loop.batches(loader))` passes batches that no step has trained. Only the first block shows that they
         # were read ahead: in a script without blocks, and without an optimizer in the Loop, training leaves no sign.
-        if self.untrained is not None:
-            self.untrained = None if stepped else self.untrained + 1
+        if self.untrained_batches is not None:
+            self.untrained_batches = None if has_stepped else self.untrained_batches + 1
 
     def give_number(self, *, has_begun: bool, others_evaluate: bool) -> bool:
         """Note that `steps` gives a number. Returns whether the body has run before as far as its block.
@@ -115,8 +115,8 @@ class StepTracker:
             others_evaluate: whether other ranks are in an evaluation that this rank's script still comes to. The script
                 must make that evaluation, so the body does not count as one that has run before.
         """
-        self.number_repeats, self.repeats = has_begun and not others_evaluate, False
-        return self.number_repeats
+        self.body_repeats, self.was_undone = has_begun and not others_evaluate, False
+        return self.body_repeats
 
     def enter_epoch(self, *, repeats: bool) -> None:
         """Note that the script enters the body of an epoch.
@@ -125,14 +125,14 @@ class StepTracker:
             repeats: whether the head of that body has run before, and its effects are in the state.
         """
         # With `steps` the only epoch is the Loop's own, and no code of the script stands in its head.
-        self.at_head, self.head_repeats, self._in_head = not self.draws_itself, repeats, 0
+        self.at_head, self.head_repeats, self._head_evaluations = not self.draws_itself, repeats, 0
 
-    def next_of_head(self) -> int:
+    def next_head_evaluation(self) -> int:
         """Note that the script comes once more to an evaluation in the head. Returns its number there, from 0."""
-        self._in_head += 1
-        return self._in_head - 1
+        self._head_evaluations += 1
+        return self._head_evaluations - 1
 
-    def pass_head(self) -> bool:
+    def end_head(self) -> bool:
         """Note that the head of the epoch's body is over. Returns whether that head had run before."""
         repeats, self.at_head = self.at_head and self.head_repeats, False
         return repeats
@@ -143,11 +143,11 @@ class StepTracker:
         Args:
             has_counted: whether the step of this body counts already.
         """
-        validation.check_has_step(self.repeats or self.slice is not None or has_counted)
+        validation.check_has_step(self.was_undone or self.slice is not None or has_counted)
 
     # Blocks
 
-    def request(self) -> None:
+    def request_block(self) -> None:
         """Note that the script calls `step()`.
 
         Raises ConfigError outside of the epochs, and if the script has not entered the block that it got before.
@@ -156,7 +156,7 @@ class StepTracker:
         validation.check_entered(requested=self._requested)
         self._requested = True
 
-    def enter(self, *, in_step: bool, is_paused: bool, takes_over: bool) -> None:
+    def enter_block(self, *, in_step: bool, is_paused: bool, takes_over: bool) -> None:
         """Note that the script enters the block of a step.
 
         Args:
@@ -173,13 +173,13 @@ class StepTracker:
         # A batch of `batches` has its slice before the block. In `steps` the block itself makes the slice, so a slice
         # that is there, or a step that counts already, belongs to an earlier block in the same body.
         second = self.slice is None if self.has_batch else self.slice is not None or self.awaits_boundary
-        validation.check_alone(in_step=in_step, second=second)
-        if self.untrained and not takes_over:
-            validation.check_not_ahead(passed=self.untrained)
-        self.untrained = None
-        validation.check_fed(has_batch=self.has_batch or self.draws_itself, has_drawn=bool(self.passes))
+        validation.check_only_block(in_step=in_step, second=second)
+        if self.untrained_batches and not takes_over:
+            validation.check_no_read_ahead(passed=self.untrained_batches)
+        self.untrained_batches = None
+        validation.check_has_batch(has_batch=self.has_batch or self.draws_itself, has_drawn=bool(self.batches_calls))
 
-    def leave(self, *, stepped: bool, sees_optimizers: bool) -> bool:
+    def leave_block(self, *, has_stepped: bool, has_optimizer: bool) -> bool:
         """Note that the block has ended without an exception. Returns whether the batch is over with its block.
 
         Usually the batch is over. One case waits until the script asks for the next batch: the last batch of a step in
@@ -187,34 +187,34 @@ class StepTracker:
         count.
 
         Args:
-            stepped: whether an optimizer has stepped with the present batch.
-            sees_optimizers: whether the Loop has an optimizer. In `steps` without one, the end of the block is enough.
+            has_stepped: whether an optimizer has stepped with the present batch.
+            has_optimizer: whether the Loop has an optimizer. In `steps` without one, the end of the block is enough.
         """
         assert self.slice is not None, "a step has begun"
         self._block_ended = True
-        return stepped or not self.slice.last or not (self.has_batch or sees_optimizers)
+        return has_stepped or not self.slice.last or not (self.has_batch or has_optimizer)
 
     def undo(self) -> None:
         """Note that the step is undone, and will be made again."""
-        self.slice, self.completed, self.repeats = None, False, True
+        self.slice, self.completed, self.was_undone = None, False, True
 
     def follow_others(self) -> None:
         """Note that the script goes on as after a finished step, although the step was undone here.
 
         Other ranks have finished that step, and this rank has taken over their state.
         """
-        self.awaits_boundary = self.awaits_boundary or (self.repeats and not self.has_batch)
-        self.repeats = False
+        self.awaits_boundary = self.awaits_boundary or (self.was_undone and not self.has_batch)
+        self.was_undone = False
 
-    def break_off(self, *, stepped: bool) -> None:
+    def break_off(self, *, has_stepped: bool) -> None:
         """Note that an exception has left the batch. Its step does not count.
 
         Args:
-            stepped: whether an optimizer had stepped. The weights then have a step that no position counts, so the Loop
-                cannot go on.
+            has_stepped: whether an optimizer had stepped. The weights then have a step that no position counts, so the
+                Loop cannot go on.
         """
         self.slice = None
-        if stepped:
+        if has_stepped:
             self.stage = "broken"
 
     def check_left(self, step: int) -> None:

@@ -23,11 +23,11 @@ from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
 # The parts that each saved state of a Loop has besides the script's objects.
-_OURS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "passed", "habits"}
+_OUR_KEYS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "applied", "traits"}
 
 
 @dataclass
-class Habits:
+class StepTraits:
     """What the steps of the script have been seen to do, so that `undo.Undo` copies the right things.
 
     A part of the state, because a newcomer could not know this before its first step.
@@ -44,24 +44,24 @@ class Habits:
 
 
 @dataclass
-class Passed:
+class AppliedCode:
     """Which of the script's code between two steps has its effects in the state already.
 
     A process that restores the state, or takes it over, runs this code once more. The second run must not count.
 
     Attributes:
-        head: whether the head of the epoch's body (the code before `batches`) is in the state.
-        body: whether the body of the coming step, as far as its block, is in the state.
-        results: the results of the evaluations in that head, each in a list; None for one that can't be saved.
+        has_head: whether the head of the epoch's body (the code before `batches`) is in the state.
+        has_body: whether the body of the coming step, as far as its block, is in the state.
+        head_results: the results of the evaluations in that head, each in a list; None for one that can't be saved.
     """
 
-    head: bool = False
-    body: bool = False
-    results: list[list[Any] | None] = field(default_factory=list)
+    has_head: bool = False
+    has_body: bool = False
+    head_results: list[list[Any] | None] = field(default_factory=list)
 
-    def result(self, number: int) -> list[Any] | None:
+    def head_result(self, number: int) -> list[Any] | None:
         """A copy of result `number`, from 0; None if it is not known."""
-        kept = self.results[number] if number < len(self.results) else None
+        kept = self.head_results[number] if number < len(self.head_results) else None
         return None if kept is None else plain_copy(kept, "result")
 
 
@@ -73,24 +73,25 @@ class TrainingState:
         sampler: the sampler of the Loop; None without one.
         seed: the seed of the random numbers of each step; None without one.
         ledger: the directory of the ledger; None without one.
-        shown: the checkpoint directory as the script has given it, for errors.
+        shown_directory: the checkpoint directory as the script has given it, for errors.
 
     Attributes:
         objects: the script's objects by name, modules without their wrappers.
         sampler: the sampler of the Loop.
         position: between which two steps the training stands.
-        numbers: the random numbers.
+        rng: the random numbers.
         ledger: notes which samples each step trains.
         vars: the script's own plain values.
-        habits: what the steps have been seen to do.
-        passed: which code between two steps is in the state.
-        whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
-            step is half done.
+        traits: what the steps have been seen to do.
+        applied: which code between two steps is in the state.
+        is_valid: whether the objects have the state after the last step of `position`. False for a newcomer, and while
+            a step is half done.
         batch_size: the samples in a rank's batch, where the sampler does not know that: those of this loader, at first
             those of the other ranks. None if not known.
-        begun: the epoch whose batches have begun in this process. A loader draws a random number when it begins, and
-            that is in the state then.
-        begins_late: whether the state comes from an epoch whose batches had begun, and have not begun in this process.
+        begun_epoch: the epoch whose batches have begun in this process. A loader draws a random number when it begins,
+            and that is in the state then.
+        begun_elsewhere: whether the state comes from an epoch whose batches had begun, and have not begun in this
+            process.
         accumulates: whether gradients of earlier steps count, because an optimizer has not stepped since.
 
     Raises TypeError and ConfigError for what can't be saved.
@@ -102,32 +103,32 @@ class TrainingState:
         sampler: AnySampler,
         seed: int | None,
         ledger: str | os.PathLike[str] | None,
-        shown: str,
+        shown_directory: str,
     ) -> None:
         self.objects = stateful.checked(objects)
         self.sampler = sampler
         self.position = Position()
-        self.numbers = rng_state.RngState(seed)
+        self.rng = rng_state.RngState(seed)
         self.ledger = Ledger(ledger, sampler)
         self.vars: dict[str, Any] = {}
-        self.habits = Habits()
-        self.whole = True
+        self.traits = StepTraits()
+        self.is_valid = True
         self.batch_size: int | None = None
-        self.begun: int | None = None
-        self.begins_late = False
-        self.passed = Passed()
+        self.begun_epoch: int | None = None
+        self.begun_elsewhere = False
+        self.applied = AppliedCode()
         self.accumulates = False
-        self._shown = shown
+        self._shown_directory = shown_directory
 
     def samples(self) -> int:
         """How many samples the run has trained, over all epochs; 0 without a sampler."""
         return 0 if self.sampler is None else self.sampler.trained
 
-    def settings(self) -> dict[str, Any]:
+    def sampler_settings(self) -> dict[str, Any]:
         """The settings of the sampler, which all ranks must have alike; empty without a sampler."""
         return {} if self.sampler is None else self.sampler.settings()
 
-    def compare(self, worker: WorkerEnv, **more: int) -> None:
+    def compare_samplers(self, worker: WorkerEnv, **more: int) -> None:
         """Refuse a sampler whose settings differ from those of most ranks. Collective.
 
         Args:
@@ -136,17 +137,17 @@ class TrainingState:
 
         Raises CheckpointError on all ranks; MisfitError, and only on a rank that differs, when the run has trained.
         """
-        mine = json.dumps([worker.node, {**self.settings(), **more}]).encode()
+        mine = json.dumps([worker.node, {**self.sampler_settings(), **more}]).encode()
         everyones = [json.loads(each) for each in collectives.gather_bytes(mine)]
         rank, _ = collectives.rank_and_world()
         validation.check_same_samplers(everyones, rank, has_trained=worker.generation > 1)
 
     def collect(self, **more: Any) -> dict[str, Any]:
-        """The whole state by name: of each object, and under the name OURS elasticrt's own part.
+        """The whole state by name: of each object, and under LOOP_KEY elasticrt's own part.
 
         The result is not copied: its tensors are those of the objects. `more` is added to elasticrt's own part.
         """
-        habits = self.habits
+        traits = self.traits
         ours = {
             "position": self.position._asdict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
@@ -155,9 +156,9 @@ class TrainingState:
             "ledger": self.ledger.history(self.position.steps),
             # Large, and so only where an optimizer has still to use them.
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
-            "begun": self.begun == self.position.epoch,
-            "passed": [self.passed.head, self.passed.body, self.passed.results],
-            "habits": [habits.communicates_late, sorted(habits.early_parameters), sorted(habits.early_objects)],
+            "begun": self.begun_epoch == self.position.epoch,
+            "applied": [self.applied.has_head, self.applied.has_body, self.applied.head_results],
+            "traits": [traits.communicates_late, sorted(traits.early_parameters), sorted(traits.early_objects)],
             **more,
         }
         return {**stateful.collect(self.objects), stateful.LOOP_KEY: ours}
@@ -165,34 +166,34 @@ class TrainingState:
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a result of `collect` that was saved. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.LOOP_KEY)
-        if not isinstance(ours, dict) or not set(ours) >= _OURS:
+        if not isinstance(ours, dict) or not set(ours) >= _OUR_KEYS:
             got, remedy = sorted(map(str, data)), "Use another directory"
-            raise CheckpointError("not saved by a Loop", self._shown, got=got, remedy=remedy)
+            raise CheckpointError("not saved by a Loop", self._shown_directory, got=got, remedy=remedy)
         try:
-            self._put_back(data, self._shown, shared=True)
+            self._put_back(data, self._shown_directory, shared=True)
         except CheckpointError as error:
             remedy = "Use the script and the data that it was saved with, and give objects their final shape before "
             remedy += "Loop, or start over in a new directory"
             raise CheckpointError(f"{error}. {remedy}") from error
-        self.numbers.restore(ours["rng"], self.position.steps)
+        self.rng.restore(ours["rng"], self.position.steps)
 
     def take_over(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a result of `collect` on another rank. Raises MisfitError when it does not fit."""
         ours = data[stateful.LOOP_KEY]
         try:
             self._put_back(data, "another rank's state", shared=False)
-            validation.check_same_sampler(self.settings(), ours["settings"])
-            self.numbers.restore(ours["rng"], self.position.steps, ours["alike"])
+            validation.check_same_sampler(self.sampler_settings(), ours["settings"])
+            self.rng.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
             raise _misfit(error) from error
         self.batch_size = ours["batch_size"]
 
-    def check_batches(self, batch_size: int) -> None:
+    def check_batch_size(self, batch_size: int) -> None:
         """Compare a newcomer's loader, whose batches have `batch_size` samples, with those of the other ranks.
 
         Raises MisfitError in the middle of an epoch that the other ranks train with another size.
         """
-        if self.position.batches and self.settings() and batch_size != self.batch_size:
+        if self.position.batches and self.sampler_settings() and batch_size != self.batch_size:
             raise _misfit(f"a loader with batch_size={batch_size} here, and {self.batch_size} on other ranks")
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
@@ -217,12 +218,12 @@ class TrainingState:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position(**ours["position"])
         # The loader has drawn its random number before the state was saved, and will draw once more in this process.
-        self.begins_late = ours["begun"] and self.begun != self.position.epoch
-        self.passed = Passed(*ours["passed"])
+        self.begun_elsewhere = ours["begun"] and self.begun_epoch != self.position.epoch
+        self.applied = AppliedCode(*ours["applied"])
         self.ledger.restored(ours["ledger"])
         self.put_vars(dict(self.vars), ours["vars"])
-        late, parameters, objects = ours["habits"]
-        self.habits = Habits(late, set(parameters), set(objects))
+        late, parameters, objects = ours["traits"]
+        self.traits = StepTraits(late, set(parameters), set(objects))
 
     def put_vars(self, named: dict[str, Any], values: dict[str, Any]) -> None:
         """Give `vars` the `values`, by name.
@@ -239,7 +240,7 @@ class TrainingState:
         self.vars.update(put)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of all modules, in order. `Habits` numbers them in this order."""
+        """The parameters of all modules, in order. `StepTraits` numbers them in this order."""
         modules = (each for each in self.objects.values() if isinstance(each, torch.nn.Module))
         return [each for module in modules for each in module.parameters()]
 

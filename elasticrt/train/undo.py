@@ -30,7 +30,7 @@ from elasticrt.train.training_state import TrainingState
 # The kinds of objects whose states are large. In a step, only the optimizer's step and what belongs to it change them.
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 
-CLOSELY = 3
+SEARCHED_STEPS = 3
 """The number of first steps of a process that are searched for writes by way of `.data`. After them each step whose
 number is a power of two is searched. The search reads all parameters, which is too slow for every step."""
 
@@ -44,7 +44,7 @@ class _Beginning(NamedTuple):
 
     Attributes:
         evaluates: whether an evaluation has begun.
-        numbers: the states of the random number generators; None where they follow from a seed.
+        rng_states: the states of the random number generators; None where they follow from a seed.
         vars: the objects in `loop.vars`, and copies of them.
         scales: for each GradScaler its scale and growth tracker.
         objects: the states of the script's other objects by name: copies, or WatchedStates.
@@ -52,7 +52,7 @@ class _Beginning(NamedTuple):
     """
 
     evaluates: bool
-    numbers: _Named | None
+    rng_states: _Named | None
     vars: tuple[_Named, _Named]
     scales: tuple[tuple[torch.Tensor | None, ...], ...]
     objects: _Named
@@ -74,7 +74,8 @@ class Undo:
     - The script changes parameters (an average of the weights), or large tensors of its own objects, before its
       optimizer steps. From the next step on these are copied as well. The first step that does so cannot be undone.
 
-    Torch does not count changes by way of `.data`. They are looked for in some steps (`CLOSELY`) and in evaluations.
+    Torch does not count changes by way of `.data`. They are looked for in some steps (`SEARCHED_STEPS`), and in
+    evaluations.
 
     Args:
         state: the state of the Loop.
@@ -83,10 +84,11 @@ class Undo:
     Attributes:
         in_step: whether the block of a step is open.
         open: whether a step is noted that does not count yet. With micro-batches it may be between two blocks.
-        stepped: whether an optimizer has stepped in the present batch.
-        touched: whether an optimizer has begun to step in the present step. The state may then be that of no step.
-        outside: the state of the position, noted when the script left the batches of an epoch, while it runs code
-            before or after them. A restart at this position runs that code again. None among the batches.
+        has_stepped: whether an optimizer has stepped in the present batch.
+        optimizer_has_begun: whether an optimizer has begun to step in the present step. The state may then be that of
+            no step.
+        state_outside_batches: the state of the position, noted when the script left the batches of an epoch, while it
+            runs code before or after them. A restart at this position runs that code again. None among the batches.
     """
 
     def __init__(self, state: TrainingState, *, seeded: bool) -> None:
@@ -102,29 +104,29 @@ class Undo:
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         self._beginning = _Beginning(False, None, ({}, {}), (), {}, None)
         # The objects' state before the first optimizer of the step began, in scripts that communicate late.
-        self._state: _Named | None = None
-        # What `note_between` has noted: the states of objects, `loop.vars` (objects and copies), random numbers.
-        self._between: tuple[_Named, tuple[_Named, _Named], _Named | None] | None = None
+        self._state_before_optimizer: _Named | None = None
+        # What `note_for_discard` has noted: the states of objects, `loop.vars` (objects and copies), random numbers.
+        self._discard_note: tuple[_Named, tuple[_Named, _Named], _Named | None] | None = None
         # Whether this step has changed something of which there is no copy. It can't be undone then.
-        self._unknown = False
+        self._has_uncopied_changes = False
         # The hooks on the optimizers.
         self._handles: list[RemovableHandle] = []
         # How many collectives had begun before the first optimizer of the step, or the first step of this process.
-        self._collectives = 0
-        self._at_first: int | None = None
+        self._optimizer_began_at = 0
+        self._first_step_began_at: int | None = None
         # Whether no step with an optimizer has ended yet.
-        self._is_first = True
+        self._is_first_step = True
         self._noted_steps = 0
         self.in_step = False
         self.open = False
-        self.stepped = False
+        self.has_stepped = False
         # The optimizers that have stepped in the present step, by id.
-        self._moved: set[int] = set()
-        self.touched = False
-        self.outside: WatchedState | None = None
+        self._stepped_ids: set[int] = set()
+        self.optimizer_has_begun = False
+        self.state_outside_batches: WatchedState | None = None
 
     @property
-    def sees(self) -> bool:
+    def has_optimizer(self) -> bool:
         """Whether the Loop has an optimizer to watch."""
         return bool(self._handles)
 
@@ -138,7 +140,7 @@ class Undo:
         # worker processes of its loader.
         watched = [inner for each in self._optimizers for inner in _with_hooks(each)]
         self._handles = [each.register_step_pre_hook(before) for each in watched]
-        self._handles += [each.register_step_post_hook(self._has_stepped) for each in watched]
+        self._handles += [each.register_step_post_hook(self._after_optimizer) for each in watched]
 
     @property
     def has_communicated(self) -> bool:
@@ -146,60 +148,60 @@ class Undo:
 
         Not so for a second optimizer of the step, if no collective has begun since the first one began.
         """
-        return not self.touched or collectives.sequence_number() != self._collectives
+        return not self.optimizer_has_begun or collectives.sequence_number() != self._optimizer_began_at
 
     def unwatch(self) -> None:
         """Stop watching."""
         while self._handles:
             self._handles.pop().remove()
 
-    def optimizer_begins(self) -> None:
+    def before_optimizer(self) -> None:
         """Note that an optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
-        if not self.touched:
-            self._learn()
+        if not self.optimizer_has_begun:
+            self._learn_early_changes()
             # Counted before the optimizer steps: the collectives of a closure (LBFGS) are inside of its step. If one of
             # these fails, all ranks have stepped in part.
-            self._collectives = collectives.sequence_number()
-            if self._training.habits.communicates_late:
-                self._state = copy.deepcopy(stateful.collect(self._training.objects))
-        self.touched = True
+            self._optimizer_began_at = collectives.sequence_number()
+            if self._training.traits.communicates_late:
+                self._state_before_optimizer = copy.deepcopy(stateful.collect(self._training.objects))
+        self.optimizer_has_begun = True
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """Note that the step is done, and whether it has begun collectives since its first optimizer began."""
-        if self.stepped and self._is_first:
-            self._is_first = False
+        if self.has_stepped and self._is_first_step:
+            self._is_first_step = False
             # DDP exchanges gradients by collectives. A first step without any means that the model is not in DDP, and
             # that the ranks train apart.
-            if collectives.sequence_number() == self._at_first and not collectives.alone():
+            if collectives.sequence_number() == self._first_step_began_at and not collectives.alone():
                 what = "the first step exchanged nothing between ranks: each rank trains a model of its own. %s"
                 _log.warning(what, _REMEDY)
         # An optimizer that has not stepped may be adding up gradients over several steps. Those of all parameters are
         # kept then.
-        self._training.accumulates = len(self._moved) < max(1, len(self._optimizers))
-        if not self.touched:
-            self._learn()
-        if self.stepped and collectives.sequence_number() != self._collectives:
-            self._training.habits.communicates_late = True
+        self._training.accumulates = len(self._stepped_ids) < max(1, len(self._optimizers))
+        if not self.optimizer_has_begun:
+            self._learn_early_changes()
+        if self.has_stepped and collectives.sequence_number() != self._optimizer_began_at:
+            self._training.traits.communicates_late = True
 
-    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.stepped = True
-        self._moved.add(id(optimizer))
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.has_stepped = True
+        self._stepped_ids.add(id(optimizer))
 
-    def _learn(self) -> None:
+    def _learn_early_changes(self) -> None:
         """Learn what the script changes before its optimizer steps: all further steps copy that when they begin.
 
         Called when the first optimizer of the step begins, or at the end of a step without one.
         """
-        habits, objects = self._training.habits, self._beginning.objects
-        new = self._modules.changed() - habits.early_parameters
+        traits, objects = self._training.traits, self._beginning.objects
+        new = self._modules.find_changed() - traits.early_parameters
         # A WatchedState has lost its state if one of the large tensors in it, which it does not copy, has changed.
         large = {name for name, noted in objects.items() if isinstance(noted, WatchedState) and noted.state is None}
-        self._unknown = self._unknown or bool(new or large)
+        self._has_uncopied_changes = self._has_uncopied_changes or bool(new or large)
         if not self._beginning.evaluates:
-            habits.early_parameters |= new
-            habits.early_objects |= large
+            traits.early_parameters |= new
+            traits.early_objects |= large
 
-    def _rates(self) -> list[dict[str, Any]]:
+    def _group_settings(self) -> list[dict[str, Any]]:
         """The settings in the optimizers' parameter groups: a scheduler writes the learning rate to its optimizer."""
         return [
             # Nearly all settings are plain numbers, and this runs at every step: they need no copy.
@@ -214,26 +216,29 @@ class Undo:
             evaluates: whether an evaluation begins instead of a step. If it has changed parameters when it fails, such
                 as by exchanging the weights for an average, it can't be undone, and later steps copy no more for that.
         """
-        training, habits, named = self._training, self._training.habits, self._training.vars
-        self._state = None
+        training, traits, named = self._training, self._training.traits, self._training.vars
+        self._state_before_optimizer = None
         self.open = True
-        self.touched = self._unknown = False
-        self._at_first = collectives.sequence_number() if self._at_first is None else self._at_first
-        self._moved.clear()
+        self.optimizer_has_begun = self._has_uncopied_changes = False
+        if self._first_step_began_at is None:
+            self._first_step_began_at = collectives.sequence_number()
+        self._stepped_ids.clear()
         self._noted_steps += not evaluates
         # The number of a step is a power of two if one bit of it is set.
-        few = self._noted_steps <= CLOSELY or self._noted_steps.bit_count() == 1
-        self._modules.note(habits.early_parameters, closely=evaluates or few, taken_back=few and not evaluates)
+        is_searched = self._noted_steps <= SEARCHED_STEPS or self._noted_steps.bit_count() == 1
+        self._modules.note(
+            traits.early_parameters, closely=evaluates or is_searched, in_backward=is_searched and not evaluates
+        )
         objects = {
-            name: copy.deepcopy(each.state_dict()) if name in habits.early_objects else WatchedState(each.state_dict())
+            name: copy.deepcopy(each.state_dict()) if name in traits.early_objects else WatchedState(each.state_dict())
             for name, each in self._noted.items()
         }
         self._beginning = _Beginning(
             evaluates=evaluates,
-            numbers=None if self._seeded else rng_state.capture_raw(),
+            rng_states=None if self._seeded else rng_state.capture_raw(),
             vars=(dict(named), {name: clone(each) for name, each in named.items()}),
             scales=tuple(tuple(map(clone, (each._scale, each._growth_tracker))) for each in self._scalers),
-            objects={**objects, stateful.LOOP_KEY: self._rates()},
+            objects={**objects, stateful.LOOP_KEY: self._group_settings()},
             gradients=self._gradients() if training.accumulates else None,
         )
 
@@ -244,18 +249,19 @@ class Undo:
             return None
         return tuple((each, None if each.grad is None else each.grad.detach().clone()) for each in owners)
 
-    def put_back(self) -> bool:
+    def undo(self) -> bool:
         """Go back to where the step began.
 
         Returns False if that is not possible in full: an optimizer has begun to step and nothing was copied before, or
         the script has changed something of which there is no copy. This rank then needs the state of another one.
         """
-        if not self.touched:
-            self._learn()
-        known = not self._unknown and (not self.touched or self._state is not None)
-        if known and self._state is not None:
-            stateful.put_back(self._training.objects, self._state, "the beginning of the step")
-        self._state = None
+        if not self.optimizer_has_begun:
+            self._learn_early_changes()
+        before = self._state_before_optimizer
+        known = not self._has_uncopied_changes and (not self.optimizer_has_begun or before is not None)
+        if known and before is not None:
+            stateful.put_back(self._training.objects, before, "the beginning of the step")
+        self._state_before_optimizer = None
         # Put back even if the state is not known: what another rank sends does not hold all of this, such as training
         # modes.
         self._modules.put_back()
@@ -264,14 +270,14 @@ class Undo:
             for name, noted in self._beginning.objects.items()
         }
         self._load({name: state for name, state in states.items() if state is not None})
-        self.put_back_gradients()
+        self.abandon_step()
         self._put_back_scalers()
-        if self._beginning.numbers is not None:
-            rng_state.restore(self._beginning.numbers)
+        if self._beginning.rng_states is not None:
+            rng_state.restore(self._beginning.rng_states)
         self._training.put_vars(*self._beginning.vars)
         return known
 
-    def put_back_gradients(self) -> None:
+    def abandon_step(self) -> None:
         """End the step without counting it, and drop the gradients that it has added up."""
         self.open = False
         gradients = self._beginning.gradients
@@ -304,16 +310,16 @@ class Undo:
             known: whether a restart at this position begins with that code. If the script has left the batches early, a
                 restart would go on with the next batch instead. Then no state is noted, and none is handed over.
         """
-        self.outside = WatchedState(self._training.collect() if known else None)
+        self.state_outside_batches = WatchedState(self._training.collect() if known else None)
 
     def state_of_position(self) -> dict[str, Any] | None:
         """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known.
 
         It is not known outside of the batches if the script has changed large tensors since.
         """
-        return self._training.collect() if self.outside is None else self.outside.state
+        return self._training.collect() if self.state_outside_batches is None else self.state_outside_batches.state
 
-    def note_between(self, *, whole: bool) -> None:
+    def note_for_discard(self, *, whole: bool) -> None:
         """Note what the script may change until the next try of the step begins, or until it meets the other ranks.
 
         Called where the script is about to run code whose effects must not count: after a step was undone, and before
@@ -325,36 +331,36 @@ class Undo:
         """
         objects = self._training.objects.items()
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
-        states = {**stateful.collect(noted), stateful.LOOP_KEY: self._rates()}
+        states = {**stateful.collect(noted), stateful.LOOP_KEY: self._group_settings()}
         named = dict(self._training.vars)
         # Copied in full, not by a WatchedState: this is done once for each change, and the script may change anything.
-        numbers = rng_state.capture_raw() if whole else None
-        self._between = copy.deepcopy(states), (named, copy.deepcopy(named)), numbers
+        rng_states = rng_state.capture_raw() if whole else None
+        self._discard_note = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_states
 
-    def forget_between(self, *, again: bool = False) -> None:
-        """Undo what the script has changed since `note_between`. Does nothing if that was not called.
+    def discard_changes(self, *, keeps_note: bool = False) -> None:
+        """Undo what the script has changed since `note_for_discard`. Does nothing if that was not called.
 
         Args:
-            again: keep the note, because what the script does next is to be undone as well.
+            keeps_note: keep the note, because what the script does next is to be undone as well.
         """
-        if self._between is None:
+        if self._discard_note is None:
             return
-        states, kept, numbers = copy.deepcopy(self._between) if again else self._between
-        self._between = self._between if again else None
+        states, kept, rng_states = copy.deepcopy(self._discard_note) if keeps_note else self._discard_note
+        self._discard_note = self._discard_note if keeps_note else None
         self._load(states)
         self._training.put_vars(*kept)
-        if numbers is not None:
-            rng_state.restore(numbers)
+        if rng_states is not None:
+            rng_state.restore(rng_states)
 
-    def keep_between(self) -> None:
-        """Keep what the script has changed since `note_between`: no other try of that step follows."""
-        self._between = None
+    def keep_changes(self) -> None:
+        """Keep what the script has changed since `note_for_discard`: no other try of that step follows."""
+        self._discard_note = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self._optimizers for group in each.param_groups]
 
     def _load(self, states: dict[str, Any]) -> None:
-        """Put back the states of objects by name, and a result of `_rates` under LOOP_KEY."""
+        """Put back the states of objects by name, and a result of `_group_settings` under LOOP_KEY."""
         objects = {name: self._training.objects[name] for name in states if name != stateful.LOOP_KEY}
         stateful.put_back(objects, states, "the beginning of the step")
         # Not strict: a parameter group that the script has added since has no values here.

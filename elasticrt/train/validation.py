@@ -58,7 +58,7 @@ def check_left(error: BaseException | None, step: int) -> None:
         raise RuntimeError(explain(what, "step", got=got, expected=expected, remedy=remedy)) from error
 
 
-def check_alone(*, in_step: bool, second: bool) -> None:
+def check_only_block(*, in_step: bool, second: bool) -> None:
     """Raise ConfigError for a step inside of a step, and for a second step with the same batch or number."""
     if in_step:
         expected, remedy = "one `with loop.step():` at a time", "Remove the inner one"
@@ -75,7 +75,7 @@ def check_not_paused(where: str, *, is_paused: bool) -> None:
         raise ConfigError(what, where, expected="it between them", remedy=remedy)
 
 
-def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
+def check_no_read_ahead(*, passed: int = 0, in_step: bool = False) -> None:
     """Raise ReadAheadError for batches that the script reads ahead.
 
     Args:
@@ -90,7 +90,7 @@ def check_not_ahead(*, passed: int = 0, in_step: bool = False) -> None:
         raise ReadAheadError("batches that were read ahead", "batches", got=got, expected=expected, remedy=remedy)
 
 
-def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
+def check_has_batch(*, has_batch: bool, has_drawn: bool) -> None:
     """Raise ConfigError for a step in neither `loop.batches` nor `loop.steps`, which could not be made again.
 
     Raise ReadAheadError instead if the script `has_drawn` batches: it reads them ahead, or makes one step more.
@@ -104,7 +104,7 @@ def check_fed(*, has_batch: bool, has_drawn: bool) -> None:
         raise ConfigError("a step without a batch", "step", expected=expected, remedy=remedy)
 
 
-def check_outside(*, in_step: bool, function: object) -> None:
+def check_evaluation(*, in_step: bool, function: object) -> None:
     """Raise TypeError if `function` can't be called, ConfigError for an evaluation in the block of a step."""
     if not callable(function):
         expected = "a function, and then its arguments"
@@ -114,7 +114,7 @@ def check_outside(*, in_step: bool, function: object) -> None:
         raise ConfigError("an evaluation inside a step", "evaluate", expected=expected)
 
 
-def check_at_head(*, comes_alone: bool) -> None:
+def check_head_result(*, comes_alone: bool) -> None:
     """Raise ConfigError for an evaluation at the head of an epoch that only a newcomer comes to.
 
     The other ranks have passed it, and their result could not be sent.
@@ -125,7 +125,7 @@ def check_at_head(*, comes_alone: bool) -> None:
         raise ConfigError(what, "evaluate", got=got, expected=expected)
 
 
-def check_known(*, known: bool) -> None:
+def check_replayed(*, known: bool) -> None:
     """Raise ConfigError for an evaluation after a step that was undone, if its result is not known.
 
     Such an evaluation returns what it returned after the step before. The other ranks may not make it.
@@ -136,7 +136,7 @@ def check_known(*, known: bool) -> None:
         raise ConfigError(what, "evaluate", got=got, expected="a complete step", remedy=remedy)
 
 
-def check_evaluated(*, is_awaited: bool, step: int) -> None:
+def check_not_awaited(*, is_awaited: bool, step: int) -> None:
     """Raise RuntimeError if other ranks are in an evaluation after `step`, and this rank's script has not called it.
 
     The other ranks would wait for this one in its collectives for ever.

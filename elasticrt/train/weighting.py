@@ -55,8 +55,8 @@ class Weighting:
     def __init__(self, objects: Iterable[object]) -> None:
         self._objects = list(objects)
         modules = [each for each in self._objects if isinstance(each, torch.nn.Module)]
-        self._parallel = ddp_layers(self._objects)
-        self._norms = [
+        self._ddp_modules = ddp_layers(self._objects)
+        self._sync_norms = [
             layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
         # The hooks by parameter. Not by `id`: a parameter that is made later may get the address of one that was freed.
@@ -70,19 +70,19 @@ class Weighting:
         Ranks may have different numbers of micro-batches, so a forward or backward must not need the other ranks.
         """
         got = f"micro_batch_size={size}"
-        if self._norms:
+        if self._sync_norms:
             # Refused at any world size, also at 1: otherwise the run would end when a node comes or goes.
             what = "SyncBatchNorm can't be used with micro-batches"
             expected = "equally many forwards on all ranks, which SyncBatchNorm waits for"
             remedy = "Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)"
             raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
-        if any(layer.static_graph for layer in self._parallel):
+        if any(layer.static_graph for layer in self._ddp_modules):
             # DDP with a static graph fails if the first exchange of gradients is left out.
             what = "DDP(static_graph=True) can't be used with micro-batches"
             expected = "a DDP module that can leave an exchange of gradients out"
             remedy = "Leave out static_graph or micro_batch_size"
             raise ConfigError(what, "batches", got=got, expected=expected, remedy=remedy)
-        if world_size > 1 and not self._parallel:
+        if world_size > 1 and not self._ddp_modules:
             got = f"world size {world_size} and no DistributedDataParallel among Loop's objects"
             remedy = "Give Loop the wrapped model: Loop(..., model=DDP(net))"
             raise ConfigError("micro-batches need the DDP module", "batches", got=got, remedy=remedy)
@@ -92,7 +92,7 @@ class Weighting:
         self._factor = share.weight
         if share.weight != 1.0 and not self._handles:
             self.attach()
-        for layer in self._parallel:
+        for layer in self._ddp_modules:
             # DDP's forward reads this attribute, and decides whether the backward after it exchanges gradients. It is
             # set only where it differs, because setting an attribute of a module takes ten times as long as reading it.
             if layer.require_backward_grad_sync is not share.last:
@@ -108,7 +108,7 @@ class Weighting:
         Frozen parameters get hooks as well, because the script may unfreeze them in the middle of a step.
         """
         # The parameters of SyncBatchNorm get gradients that are weighted already.
-        weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
+        weighted = {id(parameter) for norm in self._sync_norms for parameter in norm.parameters()}
         for parameter in self._parameters():
             can_learn = parameter.is_floating_point() or parameter.is_complex()
             if can_learn and id(parameter) not in weighted and parameter not in self._handles:
@@ -118,7 +118,7 @@ class Weighting:
                 self._handles[parameter] = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(learns)
         if not self._norm_handles:
-            for norm in self._norms:
+            for norm in self._sync_norms:
                 self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))
                 self._norm_handles.append(norm.register_forward_hook(self._after_norm))
 

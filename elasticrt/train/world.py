@@ -84,7 +84,7 @@ class World:
         evaluations: the evaluations since the last step.
         size: the number of processes in the present world.
         resumed_size: the number of processes in the world that began what is left of the epoch.
-        moves: how often this process has taken a new seat.
+        seat_changes: how often this process has taken a new seat.
         on_change: the functions that the script has given to `Loop.on_change`.
     """
 
@@ -101,15 +101,19 @@ class World:
         # A step is ended early for a new seat only until an optimizer has begun. After that its state would be that of
         # no step, so the step is rather finished.
         self.in_place = InPlace(
-            objects.values(), self.hand_over, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
+            objects.values(),
+            self.hand_over,
+            lambda: undo.in_step and not undo.optimizer_has_begun,
+            lambda: bool(self.on_change),
         )
         self.evaluations = Evaluations()
-        # For a newcomer that still comes to evaluations behind the boundary. `_earlier`: the generators' states from
-        # before these, with which it makes them. `_numbers`: those of the state that it got, with which it goes on.
-        self._earlier: dict[str, Any] = {}
-        self._numbers: dict[str, Any] = {}
+        # For a newcomer that still comes to evaluations behind the boundary. `_rng_before_evaluations`: the generators'
+        # states from before these, with which it makes them. `_received_rng`: those of the state that it got, with
+        # which it goes on.
+        self._rng_before_evaluations: dict[str, Any] = {}
+        self._received_rng: dict[str, Any] = {}
         self.size = self.resumed_size = 1
-        self.moves = 0
+        self.seat_changes = 0
         self.on_change: list[Callable[[Change], None]] = []
 
     def enter(self, *, fresh: bool) -> None:
@@ -121,23 +125,23 @@ class World:
         worker = self.in_place.worker
         if worker.beside:
             # This process has no state of any step, so it will receive one, whatever step the others have finished.
-            self._state.whole = False
+            self._state.is_valid = False
             self._saving.set_up_beside()
             self.in_place.set_up_beside(self._state.objects)
             self.go_on()
-            self._go_after_others()
+            self._prepare_to_catch_up()
             return
         self._page.loop_at_ns = time.monotonic_ns()
         # Before the restore, which has to know which generators all ranks have in the same state.
-        self._state.numbers.compare()
-        self._state.compare(worker)
+        self._state.rng.compare()
+        self._state.compare_samplers(worker)
         found = self._saving.checkpointer.begin(fresh=fresh)
         _, self.size = collectives.rank_and_world()
         self.resumed_size = self.size
         if found is not None:
             self._state.restore(found.data)
             self.resumed_size = self._size_before = found.world_size
-        self._has_state(self._saving.checkpointer.start)
+        self._begin_generation(self._saving.checkpointer.start)
         # A second Loop of the script begins as well, but no change of the membership has cost anything.
         if self._page.step_at_ns:
             self._announce_change()
@@ -166,17 +170,17 @@ class World:
                 # There are too few nodes for a step. The ranks have shared the state all the same, so that rank 0 can
                 # save it.
                 if self.in_place.worker.waits:
-                    self._saving.while_waiting(handover.make_stop_report(self._saving.run.total))
+                    self._saving.save_while_waiting(handover.make_stop_report(self._saving.run.total))
                     continue
                 # After `_arrive`, which forgets the evaluations of a rank that has taken over another one's state.
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
-                again = self.evaluations.meet(meeting.gather("evaluations", standing), is_newcomer=is_newcomer)
+                again = self.evaluations.decide(meeting.gather("evaluations", standing), is_newcomer=is_newcomer)
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
                 continue
             except RuntimeError as error:
-                if not self.in_place.lost(error, self._state.position.steps):
+                if not self.in_place.report_if_lost(error, self._state.position.steps):
                     raise
         self._evaluate_again(again)
 
@@ -190,39 +194,39 @@ class World:
         Raises what `call` raises, except for the loss of a rank after which it can be made again.
         """
         # Here this rank has caught up with the others. What its script has changed on the way is in their state.
-        if self.evaluations.next == self.evaluations.rejoined_at:
-            self._undo.forget_between()
-            self._go_on_with_numbers()
+        if self.evaluations.next_number == self.evaluations.caught_up_at:
+            self._undo.discard_changes()
+            self._restore_received_rng()
         number = self.evaluations.begin(call)
         try:
-            result: Result = self._evaluated(number, what)
+            result: Result = self._evaluate_until_done(number, what)
         finally:
-            self.evaluations.inside = 0
+            self.evaluations.called = 0
         self.evaluations.end(number, result)
         if number == max(self.evaluations.made_again, default=0):
-            self._go_on_with_numbers()
+            self._restore_received_rng()
         return result
 
-    def _go_after_others(self) -> None:
+    def _prepare_to_catch_up(self) -> None:
         """Prepare a newcomer, which has just got the others' state, for the evaluations since the boundary.
 
         The effects of what its script does on the way to them are in that state already. So the state is noted here,
         and put back where the newcomer has caught up with the others.
         """
         if self.evaluations.awaited:
-            self._undo.note_between(whole=False)
-            self._numbers = rng_state.capture_raw()
+            self._undo.note_for_discard(whole=False)
+            self._received_rng = rng_state.capture_raw()
             # If there are none, the rank that gave its state had not come to these evaluations either.
-            if self._earlier:
-                self._state.numbers.go_back(self._earlier)
+            if self._rng_before_evaluations:
+                self._state.rng.go_back(self._rng_before_evaluations)
 
-    def _go_on_with_numbers(self) -> None:
+    def _restore_received_rng(self) -> None:
         """Go on with the random numbers of the state that this newcomer got. Does nothing on other ranks."""
-        if self._numbers:
-            rng_state.restore(self._numbers)
-            self._numbers = {}
+        if self._received_rng:
+            rng_state.restore(self._received_rng)
+            self._received_rng = {}
 
-    def _agreed(self, number: int, result: Any) -> Any:
+    def _agree_on_result(self, number: int, result: Any) -> Any:
         """The one result of an evaluation that all ranks have made again. Collective.
 
         A result that a rank had before, if any, wins over the new ones. That rank's script may have decided by its
@@ -232,52 +236,52 @@ class World:
             number: the number of the evaluation.
             result: the result of this rank's newest try.
         """
-        known, kept = self.evaluations.kept(number)
+        known, kept = self.evaluations.result_of(number)
         offers = collectives.gather_bytes(_packed(kept) if known else b"")
         offer = next(filter(None, offers), None)
         if known or offer is None:
             return kept if known else result
         return torch.load(io.BytesIO(offer), weights_only=True)[0]
 
-    def _evaluated(self, number: int, what: str) -> Any:
+    def _evaluate_until_done(self, number: int, what: str) -> Any:
         """Make evaluation `number` until it ends. Returns its result.
 
         If it can't be made again after the loss of a rank, this process ends as in a pause: it leaves its state to the
         agent, and the error leaves the evaluation.
         """
-        repeated = self._undo.outside is not None
+        repeated = self._undo.state_outside_batches is not None
         while True:
             self._undo.note(evaluates=True)
             before = collectives.sequence_number()
             try:
-                result = self.evaluations.enter(number)()
+                result = self.evaluations.begin_try(number)()
                 if number in self.evaluations.made_again:
-                    result = self._agreed(number, result)
+                    result = self._agree_on_result(number, result)
                 self.in_place.check_results()
                 # The function may have caught the error of a collective, and its result is wrong then.
                 if collectives.sequence_number() != before:
-                    self.in_place.check_replaced()
+                    self.in_place.check_generation()
             except Exception as error:
-                is_of_peer = self.in_place.is_of_peer(error)
-                if is_of_peer:
+                is_from_lost_peer = self.in_place.is_from_lost_peer(error)
+                if is_from_lost_peer:
                     self.undo_step()
                 self._undo.open = False
-                # Not whole: the evaluation has changed weights, as for an average, and there is no copy of them.
-                undone = is_of_peer and self._state.whole
-                if not (undone and self.in_place.lost(error, self._state.position.steps, in_step=True)):
-                    self.evaluations.at = 0
-                    self.leave_state(error, what, repeated=repeated)
+                # Not valid: the evaluation has changed weights, as for an average, and there is no copy of them.
+                undone = is_from_lost_peer and self._state.is_valid
+                if not (undone and self.in_place.report_if_lost(error, self._state.position.steps, in_step=True)):
+                    self.evaluations.current = 0
+                    self.hand_over_if_lost(error, what, repeated=repeated)
                     raise
                 # The traceback holds the frames of the call, and with them works of the old group.
                 error.__traceback__ = None
                 self.go_on()
                 # The evaluations were forgotten on the way: this rank has taken over the state of one that was further,
                 # or there is a newcomer whose script does not come to this evaluation.
-                if not self.evaluations.at:
-                    self.leave_state(error, what, repeated=repeated)
+                if not self.evaluations.current:
+                    self.hand_over_if_lost(error, what, repeated=repeated)
                     raise
             else:
-                self._undo.open, self.evaluations.at = False, 0
+                self._undo.open, self.evaluations.current = False, 0
                 return result
 
     def _evaluate_again(self, numbers: range) -> None:
@@ -287,15 +291,15 @@ class World:
             numbers: the numbers of these evaluations.
         """
         # This may run inside of a later evaluation of the script, whose own try follows.
-        at, before = self.evaluations.at, rng_state.capture_raw()
+        current, before = self.evaluations.current, rng_state.capture_raw()
         for number in numbers:
-            self._evaluated(number, "an evaluation that others make again")
-            self._undo.put_back()
-        self.evaluations.at = at
+            self._evaluate_until_done(number, "an evaluation that others make again")
+            self._undo.undo()
+        self.evaluations.current = current
         if numbers:
             rng_state.restore(before)
 
-    def ends_with(self, save: Callable[[], object]) -> bool:
+    def save_last_together(self, save: Callable[[], object]) -> bool:
         """Have rank 0 save the last step, and wait on the other ranks until that is done. Collective.
 
         The others wait because each of them could save instead if rank 0 is lost. Returns False if the membership has
@@ -307,7 +311,7 @@ class World:
         try:
             self._save_last(save)
         except (RuntimeError, OSError) as error:
-            if not self._is_overtaken and not self.in_place.lost(error, self._state.position.steps):
+            if not self._is_overtaken and not self.in_place.report_if_lost(error, self._state.position.steps):
                 raise
         else:
             if not self._is_overtaken:
@@ -358,8 +362,8 @@ class World:
 
     def undo_step(self) -> None:
         """Go back to where the open step or evaluation began. If that is not known, this rank has no state to give."""
-        if not self._undo.put_back():
-            self._overwritten()
+        if not self._undo.undo():
+            self._invalidate_state()
 
     def _arrive(self, meeting: regroup.Meeting) -> None:
         """Agree with the ranks of a new generation on the furthest state, and go on from there. Collective.
@@ -368,11 +372,11 @@ class World:
             meeting: where the ranks have met.
         """
         state, worker = self._state, self.in_place.worker
-        state.numbers.rank, self.size = collectives.rank_and_world()
+        state.rng.rank, self.size = collectives.rank_and_world()
         # -1 means that this rank has the state of no step, and needs another rank's.
-        steps = state.position.steps if state.whole else -1
+        steps = state.position.steps if state.is_valid else -1
         spare, self.in_place.spare = self.in_place.spare, None
-        taken = state_transfer.transfer_state(steps, meeting, self._to_others, self._overwritten, spare)
+        taken = state_transfer.transfer_state(steps, meeting, self._state_for_others, self._invalidate_state, spare)
         # The ledger's files belong to one generation each.
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
@@ -380,49 +384,49 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
-            self._earlier = taken[stateful.LOOP_KEY]["earlier"]
+            self._rng_before_evaluations = taken[stateful.LOOP_KEY]["rng_before"]
             self.evaluations.forget()
             self._saving.run.total = taken[stateful.LOOP_KEY]["total"]
-        state.whole = True
-        self._undo.touched = self._undo.stepped = False
-        self.moves += 1
+        state.is_valid = True
+        self._undo.optimizer_has_begun = self._undo.has_stepped = False
+        self.seat_changes += 1
         self.resumed_size = self.size
         self._saving.move(worker)
-        self._has_state(worker.nonce)
+        self._begin_generation(worker.nonce)
         state.ledger.renew()
 
-    def _has_state(self, start: str) -> None:
+    def _begin_generation(self, start: str) -> None:
         """Begin the steps of a generation with its state.
 
         Args:
             start: the name of this start in the ledger.
         """
-        self._state.numbers.begin_step(self._state.position)
+        self._state.rng.begin_step(self._state.position)
         self._state.ledger.open(start, self._state.position)
-        self._saving.has_state()
+        self._saving.begin_generation()
         self._reporter.begin(self._saving.run.total)
 
-    def _to_others(self) -> dict[str, Any]:
+    def _state_for_others(self) -> dict[str, Any]:
         """The state as other ranks take it over, with what a newcomer needs besides."""
         state, total = self._state, self._saving.run.total
-        settings = {"settings": state.settings(), "batch_size": state.batch_size}
-        earlier, before = dict[str, Any](), self.evaluations.numbers_before
-        # `numbers_before` is a note, which cannot be sent. Only `capture` makes plain values, and only of the present
+        settings = {"settings": state.sampler_settings(), "batch_size": state.batch_size}
+        rng_before, noted = dict[str, Any](), self.evaluations.rng_for_newcomer
+        # `rng_for_newcomer` is a note, which cannot be sent. Only `capture` makes plain values, and only of the present
         # states of the generators.
-        if before is not None:
+        if noted is not None:
             now = rng_state.capture_raw()
-            rng_state.restore(before)
-            earlier = rng_state.capture()
+            rng_state.restore(noted)
+            rng_before = rng_state.capture()
             rng_state.restore(now)
-        return state.collect(alike=state.numbers.alike, total=total, earlier=earlier, **settings)
+        return state.collect(alike=state.rng.alike, total=total, rng_before=rng_before, **settings)
 
-    def _overwritten(self) -> None:
+    def _invalidate_state(self) -> None:
         """Note that the state is that of no step. Only another rank's state can help."""
-        self._state.whole = False
+        self._state.is_valid = False
         # This tells the agent not to count on this worker for a state.
         self._page.restored_at_ns = 0
 
-    def leave_state(self, error: Exception, doing: str, *, repeated: bool) -> None:
+    def hand_over_if_lost(self, error: Exception, doing: str, *, repeated: bool) -> None:
         """Leave the state to the agent if `error` says that a peer is gone. The error ends this process between steps.
 
         The loss is reported to the agent at once as well, because nobody knows how long this process takes to end.
@@ -432,21 +436,21 @@ class World:
             doing: what the script did, for a warning.
             repeated: whether a restart at this position comes to the same place again.
         """
-        if not self._undo.in_step and self.in_place.is_of_peer(error):
+        if not self._undo.in_step and self.in_place.is_from_lost_peer(error):
             if not repeated:
                 what = "%r after step %d failed with a lost worker, and is not repeated: the run goes on after it"
                 _log.warning(what, doing, self._state.position.steps)
             self.hand_over()
-            self.in_place.lost(error, self._state.position.steps)
+            self.in_place.report_if_lost(error, self._state.position.steps)
 
     def hand_over(self) -> None:
         """Leave the newest finished step to the agent, because this process ends. May be called from any thread."""
         if self._undo.open:
             self.undo_step()
-        state = self._undo.state_of_position() if self._state.whole else None
+        state = self._undo.state_of_position() if self._state.is_valid else None
         if state is not None:
             self._saving.hand_over(state)
-        elif self._state.whole:
+        elif self._state.is_valid:
             _log.warning("the agent does not get the newest step: the script has changed the state since, or left")
 
     def _announce_change(self, stepped_at_ns: int = 0, steps_lost: int = 0) -> None:

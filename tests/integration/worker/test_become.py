@@ -288,7 +288,8 @@ def test_a_wrong_call_is_not_a_traceback_of_ours(warm, tmp_path, given):
         main()
         """
     said = warm.run(body, tmp_path).err[0].splitlines()
-    assert said[0].startswith(f"rank 0: ConfigError: no such {'way' if 'never' in given else 'share'} (Loop(")
+    what = "unknown value" if "never" in given else "not a share of the time"
+    assert said[0].startswith(f"rank 0: ConfigError: {what} (Loop(")
     assert said[1] == f'  called at {tmp_path}/script.py, line 4: loop = elasticrt.Loop("ck", {given})'
     kept = tmp_path / "run" / said[2].removeprefix("  traceback: ")
     assert len(said) == 3

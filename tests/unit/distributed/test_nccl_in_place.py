@@ -146,8 +146,8 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
         with pytest.raises(RuntimeError) as raised:
             here.check_results()
         assert waited == [True]
-        assert here.lost(raised.value, 7)
-        assert here.lost(ValueError("nan in the loss"), 7), "the script has worked with what was left"
+        assert here.report_if_lost(raised.value, 7)
+        assert here.report_if_lost(ValueError("nan in the loss"), 7), "the script has worked with what was left"
 
 
 def test_a_step_is_left_at_its_next_module_when_a_seat_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_step_is_left_at_its_next_module_when_a_seat_has_come(monkeypatch: pyt
         assert came.wait(30)
         with pytest.raises(dist.DistNetworkError) as error:
             layer(torch.ones(1))
-        assert here.lost(error.value, 7)
+        assert here.report_if_lost(error.value, 7)
         other = threading.Thread(target=lambda: raised.append(layer(torch.ones(1))))
         other.start()
         other.join(30)

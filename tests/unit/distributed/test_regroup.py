@@ -209,7 +209,7 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()
     variables.update(ema=2.0, more=3)
-    assert undo.put_back()
+    assert undo.undo()
     assert all(torch.equal(each, before[name]) for name, each in net.named_buffers())
     assert variables == {"ema": 1.0, "list": [1]}
     assert torch.equal(torch.rand(2), drawn[0])
@@ -230,7 +230,7 @@ def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     net.register_buffer("late", torch.ones(1))
     undo.note()
     net.late += 1
-    undo.put_back()
+    undo.undo()
     assert net.late.item() == 1
 
 
@@ -251,17 +251,17 @@ def test_a_step_that_communicates_late_is_undone(monkeypatch: pytest.MonkeyPatch
         loss.backward()
         return loss
 
-    undo.watch(lambda *_: undo.optimizer_begins())
+    undo.watch(lambda *_: undo.before_optimizer())
     for goal in (3, 5):
-        undo.stepped = False
+        undo.has_stepped = False
         undo.note()
         before = {name: each.clone() for name, each in net.state_dict().items()}
         optimizer.step(closure)
         begun += not within
         if goal == 3:
-            undo.step_ends()
+            undo.end_step()
     assert any(not torch.equal(each, before[name]) for name, each in net.state_dict().items())
-    assert undo.put_back()
+    assert undo.undo()
     assert all(torch.equal(each, before[name]) for name, each in net.state_dict().items())
     undo.unwatch()
 

@@ -56,7 +56,7 @@ class Run:
             self.scheduler.step()
             for (x,) in self.loop.batches(DataLoader(DATA, batch_sampler=self.sampler)):
                 if self.loop.steps_done == stop_at:
-                    self.loop._saving.last()
+                    self.loop._saving.save_last()
                     raise StopError
                 with self.loop.step():
                     self.model(x).square().mean().backward()
@@ -105,19 +105,19 @@ def _play(calls: tuple[str, ...], tracker: StepTracker) -> list[str]:
     for call in calls:
         try:
             if call == "request":
-                tracker.request()
+                tracker.request_block()
             elif call == "enter":
-                tracker.enter(in_step=in_step, is_paused=False, takes_over=False)
-                tracker.begin(WHOLE)
+                tracker.enter_block(in_step=in_step, is_paused=False, takes_over=False)
+                tracker.begin_batch(WHOLE)
                 in_step = True
             elif in_step and call in ("leave", "leave by an error", "undo"):
                 in_step = False
-                if call == "leave" and tracker.leave(stepped=True, sees_optimizers=True):
-                    assert tracker.end() is WHOLE
+                if call == "leave" and tracker.leave_block(has_stepped=True, has_optimizer=True):
+                    assert tracker.end_batch() is WHOLE
                     tracker.awaits_boundary = True
                     counted.append(f"step {number}")
                 elif call == "leave by an error":
-                    tracker.break_off(stepped=False)
+                    tracker.break_off(has_stepped=False)
                     tracker.error = StopError("in the step")
                 elif call == "undo":
                     tracker.undo()
@@ -126,7 +126,7 @@ def _play(calls: tuple[str, ...], tracker: StepTracker) -> list[str]:
                 tracker.check_body(has_counted=tracker.awaits_boundary)
                 number += tracker.awaits_boundary
                 tracker.awaits_boundary = False
-                tracker.give_number(has_begun=tracker.repeats, others_evaluate=False)
+                tracker.give_number(has_begun=tracker.was_undone, others_evaluate=False)
         except (ConfigError, RuntimeError):
             return [*counted, "refused"]
     return counted
@@ -153,17 +153,17 @@ def test_batches_that_were_passed_before_the_first_step() -> None:
         tracker = StepTracker()
         tracker.stage = "running"
         for _ in range(3):
-            tracker.begin(BatchSlice(0, 1, 1.0, last=True))
-            tracker.pass_batch(in_step=False, stepped=False)
+            tracker.begin_batch(BatchSlice(0, 1, 1.0, last=True))
+            tracker.request_batch(in_step=False, has_stepped=False)
         tracker.has_batch = True
         if takes_over:
-            tracker.enter(in_step=False, is_paused=False, takes_over=True)
-            assert tracker.untrained is None
+            tracker.enter_block(in_step=False, is_paused=False, takes_over=True)
+            assert tracker.untrained_batches is None
         else:
             with pytest.raises(ReadAheadError, match="3 drawn before the first step"):
-                tracker.enter(in_step=False, is_paused=False, takes_over=False)
+                tracker.enter_block(in_step=False, is_paused=False, takes_over=False)
     with pytest.raises(ReadAheadError, match="inside of a step"):
-        tracker.pass_batch(in_step=True, stepped=False)
+        tracker.request_batch(in_step=True, has_stepped=False)
 
 
 @pytest.mark.parametrize("where", ["in an evaluation", "at the head", "without an agent"])

@@ -55,7 +55,7 @@ def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, int, int]
     """One from before the boundary cannot be made again with it by anybody, and nobody waits for that."""
     found = _standing(*mine)
     assert list(_meet(found, [(2, 2, -1), (3, 0, 3)], newcomers=1, is_newcomer=is_newcomer)) == []
-    assert (found.at, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, 0, -1, false]")
+    assert (found.current, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, 0, -1, false]")
 
 
 @pytest.mark.parametrize(
@@ -80,23 +80,23 @@ def test_evaluations_behind_the_boundary_are_made_with_a_newcomer(
     passed = max(0, *(passed for *_, passed in survivors))
     assert newcomer.standing(is_newcomer=False) == json.dumps([passed, 0, 0, passed, False])
     newcomer.end(newcomer.begin(lambda: None), "mine")
-    newcomer.repeat_from_boundary()
-    assert newcomer.repeat() == (True, "mine")
+    newcomer.replay_from_boundary()
+    assert newcomer.replay() == (True, "mine")
 
 
 def test_a_state_has_the_random_numbers_before_what_is_to_come() -> None:
     """Who gets it draws in the evaluations that it comes to what the others have drawn there."""
     mine = Evaluations()
-    assert mine.numbers_before is None
+    assert mine.rng_for_newcomer is None
     mine.begin(random.random)
-    assert mine.numbers_before is not None, "whoever was in the step comes to this one"
+    assert mine.rng_for_newcomer is not None, "whoever was in the step comes to this one"
     mine.pass_boundary()
-    assert mine.numbers_before is None
+    assert mine.rng_for_newcomer is None
     before = rng_state.capture_raw()["python"]
-    mine.enter(mine.begin(random.random))()
+    mine.begin_try(mine.begin(random.random))()
     mine.begin(random.random)
-    assert mine.numbers_before is not None
-    assert mine.numbers_before["python"] == before
+    assert mine.rng_for_newcomer is not None
+    assert mine.rng_for_newcomer["python"] == before
 
 
 def _standing(begun: int, at: int, passed: int) -> Evaluations:
@@ -106,7 +106,7 @@ def _standing(begun: int, at: int, passed: int) -> Evaluations:
             found.pass_boundary()
         if number < begun:
             found.begin(lambda: None)
-    found.at = found.inside = at
+    found.current = found.called = at
     return found
 
 
@@ -119,18 +119,18 @@ def _meet(
     mine: Evaluations, others: list[tuple[int, int, int]], *, newcomers: int = 0, is_newcomer: bool = False
 ) -> range:
     said = [json.dumps([*_whole(each), False]) for each in others] + ["[0, 0, 0, -1, true]"] * newcomers
-    return mine.meet(said, is_newcomer=is_newcomer)
+    return mine.decide(said, is_newcomer=is_newcomer)
 
 
 def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> None:
     """When it is made again it draws what it drew before."""
     mine = Evaluations()
     number = mine.begin(random.random)
-    first = mine.enter(number)()
+    first = mine.begin_try(number)()
     random.random()
-    assert mine.enter(number)() == first
+    assert mine.begin_try(number)() == first
     mine.forget()
-    assert (mine.at, mine.standing(is_newcomer=False)) == (0, "[0, 0, 0, -1, false]")
+    assert (mine.current, mine.standing(is_newcomer=False)) == (0, "[0, 0, 0, -1, false]")
 
 
 def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> None:
@@ -140,21 +140,21 @@ def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> Non
         assert mine.begin(lambda: None) == number
         mine.end(number, f"result {number}")
     for _ in range(2):
-        mine.repeat_from_first()
-        assert [mine.repeat() for _ in range(3)] == [(True, "result 1"), (True, "result 2"), (False, None)]
+        mine.replay_from_first()
+        assert [mine.replay() for _ in range(3)] == [(True, "result 1"), (True, "result 2"), (False, None)]
     mine.forget()
-    mine.repeat_from_first()
-    assert mine.repeat() == (False, None)
+    mine.replay_from_first()
+    assert mine.replay() == (False, None)
     model = nn.Linear(1, 1)
     loop = Loop(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in loop.steps(1):
-        loop._tracker.repeats = True
+        loop._tracker.was_undone = True
         with pytest.raises(ConfigError, match="an evaluation after a try that is done again"):
             loop.evaluate(random.random)
         loop._world.evaluations.end(2, 0.5)
         assert loop.evaluate(random.random) == 0.5
         with loop.step():
-            loop._undo._has_stepped(loop._undo._optimizers[0])
+            loop._undo._after_optimizer(loop._undo._optimizers[0])
 
 
 def test_evaluate_without_an_agent(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_evaluate_without_an_agent(tmp_path: Path) -> None:
         with loop.step():
             with pytest.raises(ConfigError, match="an evaluation inside a step"):
                 loop.evaluate(doubled, 2, plus=1)
-            loop._undo._has_stepped(loop._undo._optimizers[0])
+            loop._undo._after_optimizer(loop._undo._optimizers[0])
         assert loop.evaluate(doubled, step, plus=1) == 2 * step + 1
         assert loop.evaluate(lambda: loop.evaluate(doubled, 1, plus=0)) == 2
         with pytest.raises(TypeError, match=r"nothing to call \(evaluate\): got 3"):
@@ -196,8 +196,8 @@ def test_a_step_counts_before_its_evaluation_also_where_no_optimizer_has_stepped
             if loop.steps_done % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        found.append((loop.steps_done, loop.evaluate(lambda: loop._is_between)))
+        found.append((loop.steps_done, loop.evaluate(lambda: loop._is_between_steps)))
         with loop.pause("look"):
-            found.append((loop.steps_done, loop._is_between))
+            found.append((loop.steps_done, loop._is_between_steps))
     assert found == [(step, True) for step in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert loop.steps_done == 4

@@ -143,7 +143,7 @@ def test_an_optimizer_that_torch_has_not_set_up_is_watched_by_its_inner_one(tmp_
         with loop.step():
             model(torch.ones(1, 1)).sum().backward()
             wrapped.step()
-    assert loop.steps_done == 2 and loop._undo.stepped
+    assert loop.steps_done == 2 and loop._undo.has_stepped
     with pytest.raises(ConfigError, match=r"an optimizer that torch has not set up .*super\(\).__init__"):
         next(Loop(tmp_path / "other", model=model, optimizer=Bare()).steps(1))
 

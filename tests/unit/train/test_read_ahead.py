@@ -191,7 +191,7 @@ def test_a_batch_that_is_skipped(tmp_path: Path, number: int, *, inside: bool, n
 
     def train() -> None:
         for _ in run.loop.epochs(1):
-            run.loop._world.moves += newcomer
+            run.loop._world.seat_changes += newcomer
             for each, batch in enumerate(run.loop.batches(run.loader)):
                 if each == number and not inside:
                     continue

@@ -33,7 +33,7 @@ def _move(saving: Saving, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     saving.move(replace(agent_client.worker_env(), rank=rank, world_size=2))
-    saving.has_state()
+    saving.begin_generation()
 
 
 def test_a_new_rank_0_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_new_rank_0_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         saving._state.position = Position(steps=steps)
         if steps in (7, 17, 20, 40):
             _move(saving, {7: 1, 17: 0, 20: 0, 40: 1}[steps], monkeypatch)
-        saving.between_steps()
+        saving.save_due()
         saving.checkpointer.wait()
     assert saved == [17, 27, 37]
 
@@ -53,7 +53,7 @@ def test_a_new_rank_0_saves_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saving, saved = _saving(tmp_path, 5)
     _move(saving, 1, monkeypatch)
     _move(saving, 0, monkeypatch)
-    saving.last()
+    saving.save_last()
     assert saved == [5]
 
 
@@ -67,6 +67,6 @@ def test_a_save_that_was_refused_is_repeated_at_once(tmp_path: Path, monkeypatch
             draft = saving.checkpointer._draft(15, 0).commit
             saving.checkpointer._missed(RuntimeError, draft, "another generation has begun", repeated=True)
             _move(saving, 0, monkeypatch)
-        saving.between_steps()
+        saving.save_due()
         saving.checkpointer.wait()
     assert saved == [5, 15, 18, 28]

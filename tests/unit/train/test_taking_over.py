@@ -27,7 +27,7 @@ def state(width: int = 2, samples: int | None = 10, cut: dict[str, Any] | None =
 
 def taken_from(other: TrainingState, *alike: str) -> dict[str, Any]:
     """What `other` sends to a newcomer; generators that are `alike` on all ranks."""
-    return other.collect(alike=alike, total=0, settings=other.settings(), batch_size=other.batch_size)
+    return other.collect(alike=alike, total=0, settings=other.sampler_settings(), batch_size=other.batch_size)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
         made[1].take_over(taken_from(made[0]))
         return made[1]
 
-    newcomer(2).check_batches(4)
-    newcomer(0).check_batches(8)
+    newcomer(2).check_batch_size(4)
+    newcomer(0).check_batch_size(8)
     with pytest.raises(MisfitError, match=r"differs from the run's .*got a loader with batch_size=8 here, and 4 on"):
-        newcomer(2).check_batches(8)
+        newcomer(2).check_batch_size(8)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
 def test_an_epoch_whose_batches_have_begun(theirs: int | None, mine: int | None, late: bool) -> None:
     """Whoever begins them later must not draw once more what the loader draws when it begins."""
     other, own = state(), state()
-    other.position, other.begun, own.begun = Position(steps=5, epoch=1), theirs, mine
+    other.position, other.begun_epoch, own.begun_epoch = Position(steps=5, epoch=1), theirs, mine
     own.take_over(taken_from(other))
-    assert own.begins_late is late
+    assert own.begun_elsewhere is late
 
 
 def test_a_newcomer_draws_what_the_others_draw(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elasticrt.checkpoint.state_copy import plain_copy
-from elasticrt.train.training_state import Habits, TrainingState
+from elasticrt.train.training_state import StepTraits, TrainingState
 from elasticrt.train.undo import Undo
 
 STEPS, LOST_IN = 6, 3
@@ -33,7 +33,7 @@ def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unsca
         def before(*_: object) -> None:
             if lost:
                 raise PeerLost
-            undo.optimizer_begins()
+            undo.before_optimizer()
 
         torch.manual_seed(0)
         net = torch.nn.Linear(4, 1)
@@ -45,7 +45,7 @@ def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unsca
         if loses:
             tries.insert(LOST_IN, (LOST_IN, True))
         for number, lost in tries:
-            undo.stepped = False
+            undo.has_stepped = False
             undo.note()
             scaler.scale(net(torch.full((2, 4), 1.0 + number)).square().sum()).backward()
             if lost:
@@ -59,10 +59,10 @@ def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unsca
             except PeerLost:
                 pass
             if lost:
-                assert undo.put_back()
+                assert undo.undo()
             else:
                 optimizer.zero_grad()
-                undo.step_ends()
+                undo.end_step()
         undo.unwatch()
         return [float(each.detach().sum()) for each in net.parameters()], scaler.get_scale()
 
@@ -76,7 +76,7 @@ def test_a_gradscaler_that_is_disabled() -> None:
     undo = Undo(TrainingState({"net": net, "a": optimizer, "b": scaler}, None, None, None, ""), seeded=True)
     undo.note()
     scaler.scale(net(torch.ones(2, 4)).sum()).backward()
-    assert undo.put_back()
+    assert undo.undo()
     assert net.weight.grad is None
 
 
@@ -100,7 +100,7 @@ def test_values_that_contain_others_are_undone() -> None:
         state.vars["by_name"]["a"].append(2)
         state.vars["by_name"]["b"].append(2)
         optimizer.param_groups[0]["log"].append(2)
-        assert undo.put_back()
+        assert undo.undo()
         assert not state.vars.pop("loss").requires_grad
         state.vars["loss"] = net(torch.ones(1, 4)).sum()
         kept = {name: each for name, each in state.vars.items() if name != "loss"}
@@ -123,16 +123,16 @@ def test_what_a_script_holds_of_its_variables_stays_the_same_object() -> None:
     seen.add(2)
     mean += 1
     state.vars["history"] = [*history, 3]
-    undo.put_back()
+    undo.undo()
     for _ in range(2):
         assert state.vars == {"history": [1], "best": {"step": 1, "each": [1]}, "seen": {1}, "mean": mean}
         assert mean.tolist() == [1, 1]
         assert (state.vars["history"], state.vars["seen"], state.vars["mean"]) == (history, seen, mean)
         assert state.vars["history"] is history and best["each"] is each and state.vars["mean"] is mean
-        undo.note_between(whole=False)
+        undo.note_for_discard(whole=False)
         history.clear()
         each.append(5)
-        undo.forget_between()
+        undo.discard_changes()
     history.append(7)
     state.put_vars(dict(state.vars), saved)  # As when another rank's state comes, or a checkpoint's.
     assert (history, each) == ([1], [1]) and state.vars["best"] is best
@@ -142,13 +142,13 @@ def test_a_newcomer_knows_what_steps_of_the_script_do() -> None:
     """S6: its first step can be undone where those of the others can: it knows which need a copy before them."""
     net = torch.nn.Linear(2, 1)
     one, other = (TrainingState({"net": net}, None, None, None, "") for _ in range(2))
-    one.habits = Habits(communicates_late=True, early_parameters={1}, early_objects={"net"})
+    one.traits = StepTraits(communicates_late=True, early_parameters={1}, early_objects={"net"})
     collected = one.collect(settings={}, batch_size=None, alike=[])
-    assert other.habits == Habits()
+    assert other.traits == StepTraits()
     other.take_over(plain_copy(collected, "a test"))
-    assert other.habits == one.habits
-    other.habits.early_parameters.add(0)
-    assert one.habits.early_parameters == {1}
+    assert other.traits == one.traits
+    other.traits.early_parameters.add(0)
+    assert one.traits.early_parameters == {1}
 
 
 def test_what_a_step_has_frozen_or_put_into_evaluation_is_undone() -> None:
@@ -163,7 +163,7 @@ def test_what_a_step_has_frozen_or_put_into_evaluation_is_undone() -> None:
         net[0].weight.requires_grad_(True)
         net.eval()
         net[1].train()
-        assert undo.put_back()
+        assert undo.undo()
         assert [each.requires_grad for each in net.parameters()] == [False, True, True, True]
         assert [each.training for each in net.modules()] == [True, True, False, True]
 
@@ -198,12 +198,12 @@ def test_buffers_that_a_forward_binds_anew_are_undone() -> None:
         undo.note()
         for _ in range(2):
             net(torch.full((3,), 7.0))
-            assert undo.put_back()
+            assert undo.undo()
             after = net.state_dict()
             assert after.keys() == before.keys()
             assert all(torch.equal(each, before[name]) for name, each in after.items())
         net(torch.full((3,), float(step)))
-        undo.step_ends()
+        undo.end_step()
     assert net.mean.tolist() == [2.5] * 3
     assert (net.count.item(), net.unset.tolist(), net.inner.first.tolist()) == (3, [0.0] * 3, [0.0] * 3)
 
@@ -220,25 +220,25 @@ def test_a_write_by_data_before_the_optimizer(*, restores: bool, kind: torch.dty
     optimizer = torch.optim.SGD(net[1].parameters(), lr=0.01)
     state = TrainingState({"net": net, "optimizer": optimizer}, None, None, None, "")
     undo, weight = Undo(state, seeded=True), net[0].weight
-    undo.watch(lambda *_: undo.optimizer_begins())
+    undo.watch(lambda *_: undo.before_optimizer())
     for lost in (False, False, True, False, True):
         before = copy.deepcopy(net.state_dict())
-        undo.stepped = False
+        undo.has_stepped = False
         undo.note()
         backup = weight.data.clone()
         weight.data.add_(0.01 * torch.ones_like(weight))
         net(torch.ones(2, 4, dtype=kind)).sum().backward()
         if lost:
-            assert undo.put_back()
+            assert undo.undo()
             for name, each in net.state_dict().items():
                 assert torch.equal(each, before[name]), name
             continue
         if restores:
             weight.data = backup
         optimizer.step()
-        undo.step_ends()
+        undo.end_step()
     undo.unwatch()
-    assert state.habits.early_parameters == {1}, "the weight"
+    assert state.traits.early_parameters == {1}, "the weight"
     assert not weight._post_accumulate_grad_hooks
 
 
@@ -247,7 +247,7 @@ def test_a_write_by_data_in_an_evaluation_that_fails() -> None:
     net = torch.nn.Linear(4, 1)
     undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
     undo.note(evaluates=True)
-    assert undo.put_back()
+    assert undo.undo()
     undo.note(evaluates=True)
     net.weight.data.mul_(0.5)
-    assert not undo.put_back()
+    assert not undo.undo()
