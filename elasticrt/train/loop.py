@@ -740,14 +740,16 @@ class Loop:
             at_head: whether the script is at the head of an epoch's body.
         """
         tracker, evaluations = self._tracker, self._world.evaluations
-        if evaluations.awaited:
-            tracker.follow_others()
+        # Before the first step of an epoch the other ranks make the evaluations of its head again with a newcomer.
+        made_again = not self._state.position.batches and evaluations.next_number in evaluations.made_again
         # The other ranks have passed this head, or all had before the restart: its evaluations return what they
-        # returned then.
-        elif at_head and tracker.head_repeats:
+        # returned then. If one is awaited, it stands behind the batches.
+        if at_head and tracker.head_repeats and not made_again:
             kept = self._state.applied.head_result(tracker.next_head_evaluation())
             validation.check_head_result(comes_alone=kept is None and bool(self._world.seat_changes))
             return kept
+        if evaluations.awaited:
+            tracker.follow_others()
         # After a step that was undone, and in the second run of a body before its block, other ranks may be in the step
         # already. They would miss the collectives of a call. If no rank has a result, as after a restart, all call it.
         elif tracker.was_undone or (tracker.body_repeats and not self._page.pausing_ns):

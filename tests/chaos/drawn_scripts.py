@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import secrets
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def draw(seed: int) -> Drawn:
         "two workers each": ({"a": 2, "b": 2}, ("--nnodes", "1:2", "--nproc-per-node", "2", *TOGETHER)),
     }[topology]
     script = _script(dice, waits=topology == "fixed")
-    points = [each for each in POINTS if f'at("{each}")' in script]
+    points = [each for each in POINTS if f'at("{each}")' in script or f'evaluate("{each}"' in script]
     workers = [(node, rank) for node, count in nodes.items() for rank in range(count)]
     faults, doomed = [], set()
     for _ in range(dice.choice((1, 1, 2, 3))):
@@ -385,15 +386,14 @@ def _ends(directory: Path) -> list[list[Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
 
 
-def check(seed: int, directory: Path) -> str:
+def check(drawn: Drawn, directory: Path) -> str:
     """Run a seed. Returns what has happened, in a line.
 
     Raises AssertionError when the states of ranks differ from each other, or from that of an undisturbed run.
     """
-    drawn = draw(seed)
     expected, results = undisturbed(drawn, directory / "alone")
     _write(drawn, directory / "run", drawn.faults)
-    with Cluster(directory / "run", f"drawn-{seed}-{os.getpid()}", list(drawn.options), ["train.py"]) as cluster:
+    with Cluster(directory / "run", f"drawn-{secrets.token_hex(4)}", list(drawn.options), ["train.py"]) as cluster:
         for node in drawn.nodes:
             if node != drawn.late:
                 cluster.start(node, "--node-rank", str("abc".index(node)))
@@ -472,7 +472,7 @@ def main() -> int:
     for seed in range(arguments.first, arguments.first + arguments.count):
         with tempfile.TemporaryDirectory(prefix="ert-drawn-") as name:
             try:
-                print(f"{seed}: {check(seed, Path(name))}", flush=True)
+                print(f"{seed}: {check(draw(seed), Path(name))}", flush=True)
                 kinds["well"] += 1
             except Exception as error:  # noqa: BLE001  The next seed is run all the same.
                 kinds["failed"] += 1
