@@ -214,10 +214,15 @@ def misspelt(kinds: Iterable[type], env: Mapping[str, str]) -> list[str]:
     """
     if "ELASTICRT_GENERATION" in env:  # Set by an agent, for a worker in which this command runs.
         return []
-    known = {name for kind in kinds for option in options_of(kind).values() for name in variables(option)}
-    unknown = sorted(name for name in env if name.startswith(("ELASTICRT_", "PET_")) and name not in known | _OTHERS)
-    near = [(name, get_close_matches(name, known, 1, cutoff=0.85)) for name in unknown]
-    return [f"no option reads the variable {name}: is {found[0]} meant?" for name, found in near if found]
+    known = {name for kind in kinds for option in options_of(kind).values() for name in variables(option)} | _OTHERS
+    found = []
+    for name in sorted(set(env) - known):
+        prefix = next((each for each in ("ELASTICRT_", "PET_") if name.startswith(each)), None)
+        # The common prefix would make all names alike.
+        ends = [each.removeprefix(prefix) for each in known if each.startswith(prefix)] if prefix else []
+        near = get_close_matches(name.removeprefix(prefix or ""), ends, 1, cutoff=0.85)
+        found += [f"no option reads the variable {name}: is {prefix}{near[0]} meant?"] if near else []
+    return found
 
 
 _OTHERS = frozenset({"ELASTICRT_ETCD_BIN", "ELASTICRT_DEBUG", "ELASTICRT_FRESH"})

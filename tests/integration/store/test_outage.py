@@ -277,7 +277,7 @@ def test_not_etcd() -> None:
         thread.start()
         address = Address("http", "127.0.0.1", web.server_port)
         try:
-            with connected(address) as store, pytest.raises(StoreRefused, match=r"not an etcd.*Check host and port"):
+            with connected(address) as store, pytest.raises(StoreRefused, match=r"not etcd.*Check host and port"):
                 store.read("/")
         finally:
             web.shutdown()

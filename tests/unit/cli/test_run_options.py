@@ -62,8 +62,9 @@ def test_spellings(argv: list[str], expected: dict[str, object]) -> None:
         (["PET_NPROC_PER_NODES"], ["PET_NPROC_PER_NODE"]),
         (["ELASTICRT_MAX_NODE", "ELASTICRT_GENERATION"], []),
         (["ELASTICRT_PORT_2379_TCP_ADDR", "ELASTICRT_SERVICE_HOST", "ELASTICRT_ETCD_BIN"], []),
+        (["ELASTICRT_TEST_RUN"], []),
     ],
-    ids=["ours", "torchrun's", "in a worker", "of a Kubernetes Service"],
+    ids=["ours", "torchrun's", "in a worker", "of a Kubernetes Service", "the script's own"],
 )
 def test_misspelt_variables(variables: list[str], meant: list[str]) -> None:
     """A variable that no option reads gets a note if it is nearly the name of one that is read."""
