@@ -404,7 +404,7 @@ def check(drawn: Drawn, directory: Path) -> str:
         story = cluster.story()
     lost = {node for number, (node, *_, kind) in enumerate(drawn.faults) if kind in ("lose", "drain")}
     # A node that comes when all is over may find the run succeeded, or be told so.
-    assert {code for node, code in codes.items() if node not in lost | {drawn.late}} == {0}, f"codes {codes}\n{story}"
+    assert {code for node, code in codes.items() if node not in lost | {drawn.late}} <= {0}, f"codes {codes}\n{story}"
     found = _ends(directory / "run")
     assert found, f"nobody has come to the end\n{story}"
     happened = len(list((directory / "run").glob("fault-*")))
