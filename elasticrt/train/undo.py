@@ -345,10 +345,14 @@ class Undo:
         """
         if self._discard_note is None:
             return
-        states, kept, rng_states = copy.deepcopy(self._discard_note) if keeps_note else self._discard_note
-        self._discard_note = self._discard_note if keeps_note else None
+        states, (named, values), rng_states = self._discard_note
+        if keeps_note:
+            # What is put back may be changed in place. The variables stay the same objects, which the script may hold.
+            states, values = copy.deepcopy(states), copy.deepcopy(values)
+        else:
+            self._discard_note = None
         self._load(states)
-        self._training.put_vars(*kept)
+        self._training.put_vars(named, values)
         if rng_states is not None:
             rng_state.restore(rng_states)
 

@@ -83,6 +83,25 @@ def test_an_epochs_head_counts_once(tmp_path: Path, stop_at: int) -> None:
     assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_what_is_discarded_twice(tmp_path: Path) -> None:
+    """L5: with a note that is kept, as for a newcomer that still comes to an evaluation of the others: the script's
+    variables stay the same objects."""
+    run = Run(tmp_path)
+    run.loop.vars["seen"] = seen = [1]
+    undo = run.loop._undo
+    undo.note_for_discard(whole=False)
+    for keeps_note in (True, True, False, False):
+        run.loop.vars["seen"].append(2)
+        run.loop.vars["new"] = 3
+        run.scheduler.step()
+        undo.discard_changes(keeps_note=keeps_note)
+        if undo._discard_note is None and seen == [1, 2]:
+            break  # The second call without a note does nothing.
+        assert run.loop.vars == {"heads": 0, "seen": [1]} and run.loop.vars["seen"] is seen
+        assert run.scheduler.last_epoch == 0
+
+
 def test_a_result_that_cannot_be_saved_is_made_again(tmp_path: Path) -> None:
     """L5: an evaluation at the head with an object for its result is called again after a restart."""
     for run, stop_at in ((Run(tmp_path), 2), (Run(tmp_path), -1)):
