@@ -203,6 +203,9 @@ class Loop:
                     # Python closes a generator after `break` and `return`, and also when an exception leaves the body.
                     if generator_exit.on_purpose(sys._getframe().f_back):
                         self._end_batch()
+                        # A newcomer that has followed the others to their end: no step comes where it would catch up.
+                        if not self._tracker.was_undone:
+                            self._undo.discard_changes()
                         # An exception that is raised while Python closes the generator does not reach the script.
                         with suppress(Handover):
                             self._end_together()

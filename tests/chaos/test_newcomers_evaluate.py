@@ -74,6 +74,10 @@ else:
         for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
             train(x)
         evaluate("one", "second")
+        loop.vars["between"] += 1
+        if loop.steps_done >= 18:
+            at("the end")
+            break
 end = [model.module.weight.tolist(), loop.vars["measured"], loop.vars["between"], scheduler.last_epoch]
 pathlib.Path(f"results-{os.getpid()}").write_text(json.dumps([results, end]))
 """
@@ -114,6 +118,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     [
         ("steps", 1, "one"),
         ("epochs", 0, "second"),
+        ("epochs", 1, "the end"),
         *(
             pytest.param(way, victim, point, marks=pytest.mark.slow)
             for way in ("steps", "epochs")
