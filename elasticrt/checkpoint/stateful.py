@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from elasticrt.errors import CheckpointError, ConfigError, explain
 
 # The name under which a Loop's checkpoint holds elasticrt's own part: position, sampler, random numbers, variables.
 LOOP_KEY = "elasticrt"
+
+
+# The other arguments of `Loop`, for a mistyped one, which it takes for an object to save.
+_ARGUMENTS = ("sampler", "every", "keep", "resume", "seed", "memory", "ledger")
 
 
 def checked(objects: Mapping[str, object]) -> dict[str, Any]:
@@ -29,9 +34,15 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
             what, remedy = "a loader's own state can't be saved", "Give Loop(sampler=...) an ElasticBatchSampler"
             expected = "the sampler: a loader's state is that of one rank, and includes batches read ahead"
             raise ConfigError(what, where, got=kind, expected=expected, remedy=remedy)
-        if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
+        # The methods of a class need an object, so a class in place of one is a mistake.
+        has_state = all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict"))
+        if not has_state or isinstance(each, type):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
-            remedy = "Keep plain values in loop.vars"
+            near = get_close_matches(name, _ARGUMENTS, 1)
+            remedy = "Leave it out" if each is None else "Keep plain values in loop.vars"
+            remedy = (
+                f"Did you mean {near[0]}?" if near else "Make an object of it" if isinstance(each, type) else remedy
+            )
             raise TypeError(explain("not stateful", where, got=kind, expected=expected, remedy=remedy))
         if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
             expected = "whole parameters, as DDP has them"

@@ -220,7 +220,7 @@ def misspelt(kinds: Iterable[type], env: Mapping[str, str]) -> list[str]:
         prefix = next((each for each in ("ELASTICRT_", "PET_") if name.startswith(each)), None)
         # The common prefix would make all names alike.
         ends = [each.removeprefix(prefix) for each in known if each.startswith(prefix)] if prefix else []
-        near = get_close_matches(name.removeprefix(prefix or ""), ends, 1, cutoff=0.85)
+        near = get_close_matches(name.removeprefix(prefix or ""), ends, 1, cutoff=0.75)
         found += [f"no option reads the variable {name}: is {prefix}{near[0]} meant?"] if near else []
     return found
 

@@ -21,6 +21,7 @@ class Position(NamedTuple):
         open: whether the body of that epoch has begun and not ended. What follows its batches (evaluation, schedulers)
             is then still to be done.
         drained: whether the epoch's loader has nothing left.
+        left: the script has left the epoch's batches by `break`, so that what follows them is next.
     """
 
     steps: int = 0
@@ -28,6 +29,7 @@ class Position(NamedTuple):
     batches: int = 0
     open: bool = False
     drained: bool = False
+    left: bool = False
 
     def stepped(self) -> Position:
         """The position after one more global batch."""

@@ -206,6 +206,8 @@ class Loop:
                         # A newcomer that has followed the others to their end: no step comes where it would catch up.
                         if not self._tracker.was_undone:
                             self._undo.discard_changes()
+                        # Given again with more epochs or steps, the training goes on with the batches that are left.
+                        self._state.position = self._state.position._replace(left=False)
                         # An exception that is raised while Python closes the generator does not reach the script.
                         with suppress(Handover):
                             self._end_together()
@@ -328,6 +330,8 @@ class Loop:
         check_loader(loader, self._state.sampler)
         self._end_batch()
         self._end_head()
+        if self._tracker.has_left:  # The script draws from the same epoch once more.
+            self._state.position, self._tracker.has_left = self._state.position._replace(left=False), False
         if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._set_batch_size(samples_per_batch(loader))
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
@@ -357,7 +361,8 @@ class Loop:
         state, world, tracker = self._state, self._world, self._tracker
         resumed = (number == 1 and state.position.batches > 0) or state.begun_elsewhere
         state.begun_epoch, state.begun_elsewhere = state.position.epoch, False
-        if state.position.drained or self._is_exhausted:
+        if state.position.drained or state.position.left or self._is_exhausted:
+            tracker.has_left = state.position.left
             return
         skip = state.position.batches if state.sampler is None else 0
         beginning = state.rng.beginning(state.position, resumed=resumed)
@@ -442,10 +447,12 @@ class Loop:
             self._end_batch()
         else:
             self._break_off_batch()
-        # If the epoch has batches left, a restart at this position begins with the next one, and not with the code that
-        # follows the batches.
-        has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
-        self._leave_batches(known=on_purpose and has_no_more)
+        # A restart, or a newcomer, comes to the code that follows the batches, and not to those that are left over.
+        if on_purpose:
+            self._state.position = self._state.position._replace(left=True)
+            self._tracker.has_left = True
+            self._world.evaluations.pass_boundary()
+        self._leave_batches(known=on_purpose)
         if generator_exit.by_an_iterator(caller):
             self._tracker.stage = "cut short"
 

@@ -53,6 +53,8 @@ class StepTracker:
         self.was_undone = False
         self.body_repeats = False
         self.at_head = self.head_repeats = False
+        # Whether the script has been at the end of the epoch's batches that a `break` has made.
+        self.has_left = False
         self.awaits_boundary = False
         self.error: BaseException | None = None
         # How many evaluations the script has come to once more in a head that repeats.
@@ -126,6 +128,7 @@ class StepTracker:
         """
         # With `steps` the only epoch is the Loop's own, and no code of the script stands in its head.
         self.at_head, self.head_repeats, self._head_evaluations = not self.draws_itself, repeats, 0
+        self.has_left = False
 
     def next_head_evaluation(self) -> int:
         """Note that the script comes once more to an evaluation in the head. Returns its number there, from 0."""

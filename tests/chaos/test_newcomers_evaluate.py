@@ -27,7 +27,7 @@ data = TensorDataset(torch.arange(24.0).view(24, 1))
 model = DDP(torch.nn.Linear(1, 1))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=4) if WAY == "epochs" else None
+sampler = None if WAY == "steps" else elasticrt.ElasticBatchSampler(data, global_batch_size=4)
 given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, **({"sampler": sampler} if sampler else {})}
 loop = elasticrt.Loop("ckpt", every="1000 steps", memory=0, **given)
 loop.vars["measured"] = loop.vars["between"] = 0
@@ -70,9 +70,11 @@ if WAY == "steps":
         if loop.complete and loop.steps_done % 6 == 0:
             evaluate("behind")
 else:
-    for epoch in loop.epochs(3):
+    for epoch in loop.epochs(3 + 2 * (WAY == "breaks")):
         for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
             train(x)
+            if WAY == "breaks" and loop.complete and loop.steps_done % 4 == 3:
+                break
         evaluate("one", "second")
         loop.vars["between"] += 1
         if loop.steps_done >= 18:
@@ -104,7 +106,7 @@ def _results(directory: Path) -> list[Results]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     """What a process has at the end where nobody is lost."""
     found = {}
-    for way in ("steps", "epochs"):
+    for way in ("steps", "epochs", "breaks"):
         directory = tmp_path_factory.mktemp(way)
         _run(directory, way, -1, "")
         one, other = _results(directory)
@@ -119,12 +121,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         ("steps", 1, "one"),
         ("epochs", 0, "second"),
         ("epochs", 1, "the end"),
+        ("breaks", 1, "second"),
         *(
             pytest.param(way, victim, point, marks=pytest.mark.slow)
-            for way in ("steps", "epochs")
+            for way in ("steps", "epochs", "breaks")
             for victim in (0, 1)
             for point in ("one", "second", "the step")
-            if (way, victim, point) not in (("steps", 1, "one"), ("epochs", 0, "second"))
+            if (way, victim, point) not in (("steps", 1, "one"), ("epochs", 0, "second"), ("breaks", 1, "second"))
         ),
     ],
 )

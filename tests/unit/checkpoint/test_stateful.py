@@ -17,6 +17,10 @@ REFUSED = [
     # Its constructor needs a process group, which does not matter here.
     ("optimizer", object.__new__(ZeroRedundancyOptimizer), "Use the optimizer that it wraps"),
     (stateful.LOOP_KEY, OPTIMIZER, "Use another one"),
+    ("evry", "5 min", "Did you mean every?"),
+    ("scheduler", None, "Leave it out"),
+    ("model", torch.nn.Linear, "Make an object of it"),
+    ("best", 0.5, "Keep plain values in loop.vars"),
 ]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from elasticrt.checkpoint.stateful import LOOP_KEY
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.errors import ConfigError, ReadAheadError
@@ -205,3 +206,31 @@ def test_a_collective_at_an_epochs_head_is_warned_of(
         dist.destroy_process_group()
     warned = [each.getMessage() for each in caplog.records if "a collective before loop.batches" in each.getMessage()]
     assert len(warned) == (where == "at the head")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_break_that_leaves_batches_over_is_remembered(tmp_path: Path, *, again: bool) -> None:
+    """L5: a restart behind it goes on with what follows the batches; a second `batches` has those that are left."""
+    trained: list[list[tuple[int, int]]] = []
+    for start in range(2):
+        run, told = Run(tmp_path), list[tuple[int, int]]()
+        trained.append(told)
+        with nullcontext() if start else pytest.raises(StopError):
+            for epoch in run.loop.epochs(2):
+                for part in range(1 + again):
+                    for (x,) in run.loop.batches(DataLoader(DATA, batch_sampler=run.sampler)):
+                        with run.loop.step():
+                            run.model(x).square().mean().backward()
+                            run.optimizer.step()
+                        told.append((epoch, part))
+                        if told[-2:] == [(epoch, 0)] * 2:
+                            break
+                    if not start and part == 0:  # As an agent has it from a rank that dies here.
+                        run.loop._saving.checkpointer.wait()
+                        state = run.loop._undo.state_of_position()
+                        assert state is not None and state[LOOP_KEY]["position"]["left"]
+                        run.loop._saving.take(save=True, copy=False)
+                        run.loop._saving.checkpointer.wait()
+                        raise StopError
+    assert trained[0] == [(0, 0), (0, 0)]
+    assert trained[1] == [(0, 1)] * 2 * again + [(1, 0)] * 2 + [(1, 1)] * 2 * again
