@@ -43,6 +43,7 @@ class Stat:
         parent: the parent's pid.
         ticks: processor time in units of SC_CLK_TCK, with the time of reaped children.
         start: when the process started, in ticks since boot. A pair of pid and start never occurs again.
+        exiting: whether it has begun to exit, or has ended. It may still hold memory and files.
         leaving: for a process that is exiting, its status as `os.waitpid` will return it. 0 while it lives, after a
             success, and where the kernel does not show it.
     """
@@ -51,6 +52,7 @@ class Stat:
     parent: int
     ticks: int
     start: int
+    exiting: bool
     leaving: int
 
     @property
@@ -92,19 +94,19 @@ def stat(pid: int | str) -> Stat | None:
     # The command name in parentheses may contain spaces and parentheses. The other fields start after the last one.
     fields = data[data.rindex(b")") + 2 :].split()
     # `fields` begins with field 3 of proc(5): these are 9 (flags) and 52 (exit_code).
-    leaving = int(fields[49]) if int(fields[6]) & PF_EXITING else 0
-    return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]), leaving)
+    exiting = bool(int(fields[6]) & PF_EXITING)
+    leaving = int(fields[49]) if exiting else 0
+    return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]), exiting, leaving)
 
 
 def is_dying(pid: int) -> bool:
     """Whether process `pid` is exiting, has ended, or has a SIGKILL pending: no other signal matters."""
-    try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
-        pending = re.findall(r"^S(?:ig|hd)Pnd:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
+    found = stat(pid)
+    if found is None or found.exiting:
         return True
-    exiting = int(data[data.rindex(b")") + 2 :].split()[6]) & PF_EXITING
-    return bool(exiting) or any(int(each, 16) >> (signal.SIGKILL - 1) & 1 for each in pending)
+    # Of the first thread, and of the process.
+    pending = re.findall(r"^S(?:ig|hd)Pnd:\s*([0-9a-f]+)", text_of(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return not pending or any(int(each, 16) >> (signal.SIGKILL - 1) & 1 for each in pending)
 
 
 def state_of(pid: int) -> str:

@@ -738,6 +738,8 @@ class Loop:
         result = self._evaluate(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
         if at_head:
             self._head_collectives += collectives.sequence_number() - before
+        # In a head that has run before, the state has its results already, as far as they can be saved.
+        if at_head and not self._tracker.head_repeats:
             self._state.applied.head_results.append(plain_result(result))
         return result
 
