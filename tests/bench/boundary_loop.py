@@ -45,7 +45,7 @@ def main():
             for number, _ in enumerate(loop.batches(itertools.repeat(None, steps)), 1):
                 if block:
                     with loop.step():
-                        loop._undo._after_optimizer()  # Without it gradients would be kept as well.
+                        loop._undo._after_optimizer(optimizer)  # Without it gradients would be kept as well.
                 if number % BLOCK == 0:
                     now = time.perf_counter_ns()
                     blocks.append((now - at) / BLOCK / 1000)
