@@ -1,11 +1,13 @@
 """Weights gradients so that they are those of the mean over the global batch, however unevenly the ranks share it.
 
-A hook on each parameter multiplies the gradient of a backward by the weight of this rank's slice (`sample_order`). DDP
+A hook for each parameter multiplies the gradient of a backward by the weight of this rank's slice (`sample_order`). DDP
 exchanges gradients only in a rank's last slice of a global batch. So ranks with different numbers of slices make the
 same number of collectives.
 
-The hooks are on parameters and not on outputs. So a gradient through two models is weighted once, a penalty that is
-computed from the parameters is weighted like the rest, and models may return anything.
+The hooks act where a gradient is added to `grad`, and not on outputs. So a gradient through two models is weighted
+once, a penalty that is computed from the parameters is weighted like the rest, and models may return anything. What
+`torch.autograd.grad` returns is not weighted: the script may compute with it, as in an inner step of meta-learning, and
+then the backward through the result is weighted.
 
 SyncBatchNorm is an exception: it mixes the gradients of all ranks before they reach a parameter. So a gradient is
 weighted before it enters the backward of such a layer, and divided by the weight when it leaves.
@@ -13,12 +15,12 @@ weighted before it enters the backward of such a layer, and divided by the weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.distributed.wrapping import ddp_layers
@@ -45,6 +47,20 @@ def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
+def _accumulation_of(parameter: torch.Tensor) -> Node:
+    """The node of the autograd graph that adds to the `grad` of `parameter`."""
+    learns = parameter.requires_grad
+    # A frozen parameter has no such node, but keeps one that was made before it was frozen.
+    parameter.requires_grad_()
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    parameter.requires_grad_(learns)
+    assert view.grad_fn is not None, "it requires a gradient"
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None, "the parameter is a leaf of the graph"
+    return node
+
+
 class Weighting:
     """Weights the gradients of all parameters that a Loop trains.
 
@@ -59,8 +75,9 @@ class Weighting:
         self._sync_norms = [
             layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
         ]
-        # The hooks by parameter. Not by `id`: a parameter that is made later may get the address of one that was freed.
-        self._handles: MutableMapping[torch.Tensor, RemovableHandle] = WeakIdKeyDictionary()
+        # By the `id` of each parameter the node that adds to its `grad`, and the hook. Torch keeps that node only while
+        # somebody else does. The node keeps the parameter, so no other one can get this `id`.
+        self._handles: dict[int, tuple[Node, RemovableHandle]] = {}
         self._norm_handles: list[RemovableHandle] = []
         self._factor = 1.0
 
@@ -109,14 +126,14 @@ class Weighting:
         """
         # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._sync_norms for parameter in norm.parameters()}
-        for parameter in self._parameters():
+        present = {id(parameter): parameter for parameter in self._parameters()}
+        for gone in self._handles.keys() - present.keys():
+            self._handles.pop(gone)[1].remove()
+        for number, parameter in present.items():
             can_learn = parameter.is_floating_point() or parameter.is_complex()
-            if can_learn and id(parameter) not in weighted and parameter not in self._handles:
-                learns = parameter.requires_grad
-                # Torch refuses a hook on a frozen parameter, but keeps the hook when the parameter is frozen later.
-                parameter.requires_grad_()
-                self._handles[parameter] = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(learns)
+            if can_learn and number not in weighted and number not in self._handles:
+                node = _accumulation_of(parameter)
+                self._handles[number] = node, node.register_prehook(self._scale)
         if not self._norm_handles:
             for norm in self._sync_norms:
                 self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))
@@ -130,13 +147,14 @@ class Weighting:
     def detach(self) -> None:
         """Remove every hook."""
         self.end()
-        for handle in (*self._handles.values(), *self._norm_handles):
+        for handle in (*(hook for _, hook in self._handles.values()), *self._norm_handles):
             handle.remove()
         self._handles.clear()
         self._norm_handles.clear()
 
-    def _scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if self._factor == 1.0 else _times(gradient, self._factor)
+    def _scale(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...] | None:
+        (gradient,) = gradients
+        return None if self._factor == 1.0 or gradient is None else (_times(gradient, self._factor),)
 
     def _before_norm(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._factor == 1.0:

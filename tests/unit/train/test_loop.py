@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -658,16 +659,32 @@ def test_a_new_parameter_in_the_place_of_an_old_one_is_weighted():
     layer = nn.Linear(1, 1, bias=False)
     weighting = Weighting([layer])
     weighting.attach()
-    assert len(weighting._handles) == 1
-    del layer.weight
-    gc.collect()
-    assert len(weighting._handles) == 0
+    old = weakref.ref(layer.weight)
     layer.weight = nn.Parameter(torch.ones(1, 1))
     weighting.renew()
+    gc.collect()
+    assert old() is None
     weighting.begin(sample_order.BatchSlice(0, 1, 3.0, True))
     layer(torch.ones(1, 1)).sum().backward()
     assert layer.weight.grad.item() == 3
     weighting.detach()
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.5])
+def test_an_inner_gradient_is_not_weighted_and_the_outer_one_is_once(factor: float):
+    """An inner step of meta-learning computes with what `autograd.grad` returns; only what a backward adds counts."""
+    layer, x = nn.Linear(2, 1, bias=False).double(), torch.tensor([[1.0, -2.0]]).double()
+    weighting, found = Weighting([layer]), []
+    for weight in (1.0, factor):
+        weighting.begin(sample_order.BatchSlice(0, 1, weight, True))
+        (inner,) = torch.autograd.grad(layer(x).square().sum(), [layer.weight], create_graph=True)
+        layer.weight.grad = None
+        (x @ (layer.weight - 0.1 * inner).T).square().sum().backward()
+        found.append((inner.detach(), layer.weight.grad))
+    weighting.detach()
+    (plain, outer), (same, weighted) = found
+    assert torch.equal(same, plain)
+    assert torch.allclose(weighted, factor * outer)
 
 
 def test_a_parameter_that_is_unfrozen_in_a_step_is_weighted():
