@@ -274,15 +274,12 @@ class Agent(WorkerSide):
     def describe(self, me: Me, now: float) -> Me:
         """See `WorkerSide`.
 
-        The leader's member key also tells what only the leader sees: on which nodes workers have ended, and that the
-        other nodes' workers go on in place. The next generation's record repeats the latter, and then the key need not.
+        The leader's member key also tells what only the leader sees: on which nodes workers have ended.
         """
         view = self.member.view
-        tells = view.is_leader and view.generation is not None and not view.generation.record.in_place
-        goes_on = view.generation_number if tells and others_go_on(view, me.record.node) else 0
         ended = view.ended_nodes[:2] if view.is_leader else ()
-        if (goes_on, ended) != (me.record.goes_on, me.record.ended):
-            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on, "ended": ended}))
+        if ended != me.record.ended:
+            me = replace(me, record=me.record.model_copy(update={"ended": ended}))
         return self.supervisor.describe(me, now)
 
     def decided(self, decision: Decision) -> None:

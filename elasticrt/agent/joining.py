@@ -111,7 +111,8 @@ def others_go_on(view: View, node: str) -> bool:
     """Whether workers of other nodes train on, so that the missing workers of `node` can set up beside them."""
     if view.generation is None or view.ended_nodes:
         return False
-    known = [entry.record for entry in view.members.values() if entry.record.node != node]
-    # A member's key tells it by itself (`ready`), or the leader's key tells it for all (`goes_on`).
-    told = any(view.generation_number in (each.goes_on, each.generation if each.ready else 0) for each in known)
-    return view.generation.record.in_place or told
+    # A follower sees only its own key and the leader's. If the leader's workers are lost and others have the state, the
+    # next generation is one in place, also if it has to wait for nodes.
+    others = [entry.record for entry in view.members.values() if entry.record.node != node]
+    able = any(each.ready and each.generation == view.generation_number for each in others)
+    return view.generation.record.in_place or able

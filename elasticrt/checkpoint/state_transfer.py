@@ -132,8 +132,8 @@ def transfer_state(
             nothing if the sender dies.
         spare: memory for what this rank's own state lacks.
 
-    Raises RuntimeError when no rank has a state, or when the state does not arrive as it was sent; DistNetworkError
-    when a rank is lost; Overtaken when another generation has begun.
+    Raises RuntimeError when the state does not arrive as it was sent; DistNetworkError when a rank is lost, or no rank
+    has a state; Overtaken when another generation has begun.
     """
     with contextlib.ExitStack() as stack:
         # This process has reached the store from this address, so the other ranks can reach the process there.
@@ -144,13 +144,8 @@ def transfer_state(
         peers = [json.loads(each) for each in meeting.gather("standing", said)]
         order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
         if not order:
-            raise RuntimeError(
-                explain(
-                    "no rank of this generation has a training state",
-                    "share",
-                    expected="at least one survivor that has it",
-                )
-            )
+            # The same error as for a peer that is lost meanwhile: this process waits for what the agents decide.
+            raise dist.DistNetworkError("connection closed by peer: no rank of this generation has a training state")
         # Every rank computes the same order. A rank outside of the chain is as far as the sender.
         if meeting.rank not in order:
             return None

@@ -11,7 +11,6 @@ from typing import Literal
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
-from elasticrt.ipc.time_bounds import SEATED_S_MAX
 from elasticrt.ipc.wording import counted, listed
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
@@ -236,7 +235,7 @@ def publish(
     having = {entry.record.incarnation for entry in survivors(view)}
     stay = [_with_fields(entry, {"ready": entry.record.ready - entry.record.new}) for entry in ready]
     stay = [entry for entry in stay if entry.record.ready]
-    if kind in ("failure", "lost") and not waits and len(stay) >= least:
+    if kind in ("failure", "lost") and len(stay) >= least:
         # Newcomers enter the script at the next step, and come in by a handover. After a failure a survivor may be in
         # an evaluation before that step. The evaluation is made again, which would not work with a newcomer in the
         # group.
@@ -280,10 +279,10 @@ def re_form(
 ) -> Decision:
     """The next generation of a run that goes on, if there are enough nodes for it; otherwise what to do meanwhile.
 
-    If too few nodes are left, those with the state save it at once and wait with it. Then no step is lost, whatever
-    becomes of them. Survivors that drain take part, and leave when the state is saved. The same happens if only
-    draining nodes have the state. A draining node that holds the newest copy after a failure takes part as well: its
-    new workers start from the copy.
+    If too few nodes have workers, those with the state save it at once and wait with it, for other nodes or for new
+    workers that set up. Then no step is lost, whatever becomes of them. Survivors that drain take part, and leave when
+    the state is saved. The same happens if only draining nodes have the state. A draining node that holds the newest
+    copy after a failure takes part as well: its new workers start from the copy.
 
     Args:
         context: what the leader's decisions are made from.
@@ -296,7 +295,8 @@ def re_form(
     saved = context.generation.waits or (handover is not None and handover.record.save)
     saved = saved and all(context.has_reported(seat, "held") for seat in here)
     left = startable_members(context.view, draining=not saved)
-    if not (context.others_go_on or isinstance(too_few, Finish)) and any_has_state(context.view, left):
+    waits = isinstance(too_few, Wait) or (too_few is None and not context.others_go_on)
+    if waits and any_has_state(context.view, left):
         return publish(context, kind, cause, restarts=restarts, members=left, waits=True)
     if kind in ("failure", "lost") and context.sole_holder is not None:
         members = [*startable_members(context.view), context.sole_holder]
@@ -448,16 +448,10 @@ def decide_if_too_few(context: LeaderContext) -> Decision | None:
     can = startable_members(view)
     if len(can) >= spec.min_nodes and view.generation is not None:
         # Enough nodes live, but some have no worker ready. The workers with the state wait for those that set up beside
-        # them, though not for ever. Nodes whose key names this generation without a ready worker are not waited for:
-        # without their group these workers end or hang.
+        # them, though not for ever.
         troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
         enough_since = sorted(entry.ready_since or 0.0 for entry in can)[spec.min_nodes - 1]
         until = min(troubles, default=max(view.generation.since, enough_since)) + spec.join_timeout_s
-        if (
-            sum(bool(each.record.ready) or each.record.generation != view.generation_number for each in can)
-            < spec.min_nodes
-        ):
-            until = max(troubles, default=view.generation.since) + SEATED_S_MAX
         return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None
     if view.too_few_since is None:
         return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
@@ -548,10 +542,13 @@ def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
 
     A worker that was killed after a step of its own is like a lost node: the others go on if they have the state, and
     no restart is spent. A worker that ends before its first step spends one, so this does not go on for ever either.
+    Survivors of the run's first step may find that none of them can undo it. That is no failure of its own.
     """
     before, reached = context.generation.restarts, context.progress
     progress = context.spec.restarts_reset and context.has_progressed
-    free = failure.killed and any_has_state(context.view, startable_members(context.view))
+    has_state = any_has_state(context.view, startable_members(context.view))
+    in_first_step = context.generation.in_place and not (reached.step or reached.beats)
+    free = failure.killed if has_state else failure.collateral and in_first_step
     return Restarts(
         spent=(0 if progress else before.spent) + (not free),
         total=before.total + 1,

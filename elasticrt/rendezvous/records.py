@@ -139,8 +139,6 @@ class Member(Record):
             the present one, or have set up beside it.
         new: how many of the `ready` workers have set up beside the present generation.
         has_state: whether one of these workers has the run's state.
-        goes_on: written by the leader, which sees all members: the generation of which workers on some node can go on;
-            0 when it sees none.
         ended: written by the leader, which sees all reports: up to two nodes of generation `seen` whose workers have
             ended well.
         seen: the highest generation that the node knows of, in any store.
@@ -161,7 +159,6 @@ class Member(Record):
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     new: Count = 0
     has_state: bool = False
-    goes_on: Count = 0
     ended: tuple[Name, ...] = Field(default=(), strict=False, max_length=2)
     seen: Count = 0
     drain_s: Annotated[float, Field(ge=0)] = 0.0

@@ -14,12 +14,13 @@ A newcomer gets the state of a rank that lives on, but its script begins at the 
 to every evaluation behind that boundary: at the top of the body of `Loop.steps`, or after the batches of an epoch. So
 where a newcomer comes in, all ranks make the evaluations behind the boundary again, from the first one. An evaluation
 before the boundary, behind the block of the step, cannot be made with a newcomer, because its script never comes there.
+If nodes are missing for a step, the survivors make it alone, before they wait for newcomers at the boundary.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from elasticrt.checkpoint import rng_state
@@ -170,7 +171,19 @@ class Evaluations:
         begun = len(self._begun)
         return json.dumps(_Standing(begun, self.current, self.called, self._begun_at_boundary, is_newcomer))
 
-    def decide(self, standings: Iterable[str], *, is_newcomer: bool) -> range:
+    @staticmethod
+    def is_before_boundary(standings: Iterable[str]) -> bool:
+        """Whether a rank is in an evaluation from before the boundary, which only ranks that live on can make again.
+
+        Args:
+            standings: what each rank has said, see `standing`.
+        """
+        ranks = [_Standing(*json.loads(each)) for each in standings]
+        at_boundary = max(rank.begun_at_boundary for rank in ranks)
+        # A rank that has not come to the boundary says -1, so the largest number is right if any rank was there.
+        return any(rank.current and (at_boundary < 0 or rank.current <= at_boundary) for rank in ranks)
+
+    def decide(self, standings: Sequence[str], *, is_newcomer: bool) -> range:
         """Decide what is made again. Returns the numbers of the evaluations that this rank makes again at once.
 
         These are ended here. The one that this rank is in, if any, it makes again after them.
@@ -187,12 +200,10 @@ class Evaluations:
         first = min((rank.current for rank in ranks if rank.current), default=0)
         most = max(rank.begun for rank in ranks)
         if any(rank.is_newcomer for rank in ranks):
-            # A rank that has not come to the boundary says -1, so the largest number is right if any rank was there.
-            at_boundary = max(rank.begun_at_boundary for rank in ranks)
-            if first and (at_boundary < 0 or first <= at_boundary):
+            if self.is_before_boundary(standings):
                 self.forget()
                 return range(0)
-            at_boundary = max(at_boundary, 0)
+            at_boundary = max(0, *(rank.begun_at_boundary for rank in ranks))
             # Even if no rank is in an evaluation: the newcomer's script comes to those that have ended.
             first = at_boundary + 1 if most > at_boundary else 0
             if is_newcomer:

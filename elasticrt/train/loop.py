@@ -848,8 +848,8 @@ class Loop:
         """Save what is due between two steps, and stop if the agents have agreed that all workers stop here."""
         self._world.evaluations.pass_boundary()
         # A script that has an optimizer and has passed batches without a step may have read them ahead. Nothing is
-        # saved then, because the position counts steps that nobody has trained.
-        if not (self._tracker.untrained_batches and self._undo.has_optimizer):
+        # saved then, because the position counts steps that nobody has trained. A run that waits saves in its own way.
+        if not (self._tracker.untrained_batches and self._undo.has_optimizer) and not self._world.waits:
             self._saving.save_due()
         self._guard.obey(self._world.hand_over)
         regroup.release_retired()
@@ -857,6 +857,8 @@ class Loop:
         # A rank was lost, and this one was in no collective to notice that.
         if self._world.in_place.has_seat:
             self._world.go_on()
+        elif self._world.waits:
+            self._world.wait_for_nodes()
         elif self._page.stop and handover.must_leave(self._page, total):
             self._hand_over(total)
         else:

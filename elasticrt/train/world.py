@@ -85,6 +85,7 @@ class World:
         size: the number of processes in the present world.
         resumed_size: the number of processes in the world that began what is left of the epoch.
         seat_changes: how often this process has taken a new seat.
+        waits: whether there are too few nodes for a step. Only evaluations that have begun are made then.
         on_change: the functions that the script has given to `Loop.on_change`.
     """
 
@@ -96,8 +97,8 @@ class World:
         self._undo = undo
         self._reporter = reporter
         self._page = agent_client.status_page()
-        # The world size of the last Change.
-        self._size_before = 0
+        # The world size of the last Change, and when the last step before the present generation ended.
+        self._size_before = self._stepped_at_ns = 0
         # A step is ended early for a new seat only until an optimizer has begun. After that its state would be that of
         # no step, so the step is rather finished.
         self.in_place = InPlace(
@@ -114,6 +115,7 @@ class World:
         self._received_rng: dict[str, Any] = {}
         self.size = self.resumed_size = 1
         self.seat_changes = 0
+        self.waits = False
         self.on_change: list[Callable[[Change], None]] = []
 
     def enter(self, *, fresh: bool) -> None:
@@ -155,7 +157,9 @@ class World:
         Raises Handover when this process has no seat, and must end.
         """
         self._page.stepping = 0
-        stepped_at_ns, steps = self._page.step_at_ns, self._state.position.steps
+        # The page forgets the time at the meeting. Without a step since, it is that of the generation before.
+        stepped_at_ns = self._stepped_at_ns = self._page.step_at_ns or self._stepped_at_ns
+        steps = self._state.position.steps
         # Asked before the first seat is taken, after which this process is no newcomer any more.
         arrived, is_newcomer = False, self.in_place.worker.beside
         while not arrived:
@@ -167,14 +171,14 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
-                # There are too few nodes for a step. The ranks have shared the state all the same, so that rank 0 can
-                # save it.
-                if self.in_place.worker.waits:
-                    self._saving.save_while_waiting(handover.make_stop_report(self._saving.run.total))
-                    continue
                 # After `_arrive`, which forgets the evaluations of a rank that has taken over another one's state.
                 standing = self.evaluations.standing(is_newcomer=is_newcomer)
-                again = self.evaluations.decide(meeting.gather("evaluations", standing), is_newcomer=is_newcomer)
+                standings = meeting.gather("evaluations", standing)
+                self.waits = self.in_place.worker.waits
+                if self.waits and not self.evaluations.is_before_boundary(standings):
+                    self._report_waiting()
+                    continue
+                again = self.evaluations.decide(standings, is_newcomer=is_newcomer)
                 self._announce_change(stepped_at_ns, steps - self._state.position.steps)
                 arrived = True
             except regroup.Overtaken:
@@ -183,6 +187,18 @@ class World:
                 if not self.in_place.report_if_lost(error, self._state.position.steps):
                     raise
         self._evaluate_again(again)
+        # This rank has come to the boundary already. Others may still have to.
+        if self.waits and not (self.evaluations.current or self.evaluations.awaited):
+            self.wait_for_nodes()
+
+    def wait_for_nodes(self) -> None:
+        """Wait with the state of a finished step, because there are too few nodes for another one. Then go on."""
+        self._report_waiting()
+        self.go_on()
+
+    def _report_waiting(self) -> None:
+        """Tell the agent that this process makes no step, as soon as the state that it waits with is saved."""
+        self._saving.save_while_waiting(handover.make_stop_report(self._saving.run.total))
 
     def evaluate(self, call: Callable[[], Result], what: str) -> Result:
         """Make an evaluation, again in each new generation until it ends without the loss of a rank.

@@ -132,7 +132,7 @@ def draw(seed: int) -> Drawn:
     }[topology]
     # What was added later is drawn by dice of its own, so that the seeds from before still have what they had.
     more = random.Random(f"more {seed}")
-    script = _script(dice, more, waits=topology == "fixed")
+    script = _script(dice, more)
     points = [each for each in POINTS if f'at("{each}")' in script or f'evaluate("{each}"' in script]
     workers = [(node, rank) for node, count in nodes.items() for rank in range(count)]
     faults, doomed = [], set()
@@ -146,9 +146,6 @@ def draw(seed: int) -> Drawn:
             else:
                 doomed.add(worker[0])
         faults.append([*worker, dice.randrange(2, STEPS - 8), dice.choice(points), after, kind])
-    if 'evaluate("evaluation", "behind' in script and {"lose", "drain"} & {kind for *_, kind in faults}:
-        # With fewer nodes than needed, what follows an evaluation behind the block is not made (docs/limits.md).
-        faults = faults[:1]
     late = dice.choice((*nodes, "", "", "")) if len(nodes) > 1 and topology != "fixed" else ""
     if late:  # It comes when the others have made some steps, which they make without waiting for it.
         options = tuple(each for each in options if each not in TOGETHER)
@@ -167,13 +164,12 @@ class _Code:
         self.lines += ["    " * depth + line if line else "" for line in text.strip("\n").splitlines()]
 
 
-def _script(dice: random.Random, more: random.Random, *, waits: bool) -> str:
+def _script(dice: random.Random, more: random.Random) -> str:
     """A script.
 
     Args:
         dice: draws what the script does.
         more: draws the features of `_MORE_CHANCES`.
-        waits: whether a lost node must be replaced before training goes on, because all nodes are needed.
     """
     has = {name: dice.random() < chance for name, chance in _CHANCES.items()}
     way = dice.choice(("batches", "steps", "micro"))
@@ -224,16 +220,16 @@ def _script(dice: random.Random, more: random.Random, *, waits: bool) -> str:
         code.add(0, f"for step in loop.steps({STEPS}):")
         _top(code, dice, has)
         code.add(1, "x, y = data[(12 * step) % 96:(12 * step) % 96 + 12]\ntrain(x, y)")
-        _behind(code, dice, has, rate, 1, waits=waits)
+        _behind(code, dice, has, rate, 1)
     else:
-        _epochs(code, dice, has, rate, waits=waits, counts=has["counts"] and way != "micro")
+        _epochs(code, dice, has, rate, counts=has["counts"] and way != "micro")
     if has["goes on"]:
         code.add(0, _SECOND_LOOP)
     code.add(0, TAIL)
     return "\n".join(code.lines) + "\n"
 
 
-def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, waits: bool, counts: bool) -> None:
+def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, counts: bool) -> None:
     """Add a loop over epochs. `counts`: whether to count the bodies of steps, which needs one batch in each step."""
     code.add(0, f"for epoch in loop.epochs({STEPS // 8}):")
     code.add(1, 'at("head")')
@@ -254,7 +250,7 @@ def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *
     if counts:
         code.add(2, 'loop.vars["top"] += 1')
     code.add(2, "train(x, y)")
-    _behind(code, dice, has, rate, 2, waits=waits)
+    _behind(code, dice, has, rate, 2)
     code.add(1, 'at("after epoch")')
     if has["pauses"]:
         code.add(1, 'with loop.pause("export"):\n    at("pause")\n    time.sleep(0.003)')
@@ -333,7 +329,7 @@ def _top(code: _Code, dice: random.Random, has: dict[str, bool]) -> None:
             code.add(2, 'evaluate("evaluation", "top again")')
 
 
-def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, depth: int, *, waits: bool) -> None:
+def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, depth: int) -> None:
     """Add what follows the block of a step, `depth` blocks deep."""
     code.add(depth, 'at("behind")\nif loop.complete:')
     code.add(depth + 1, "pass")
@@ -343,8 +339,7 @@ def _behind(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, d
         code.add(depth + 1, "scheduler.step()")
     if has["counts"]:
         code.add(depth + 1, 'loop.vars["behind"] += 1')
-    # Where a newcomer is needed at once, what follows such an evaluation is not made (docs/limits.md).
-    if has["evaluates behind"] and not waits:
+    if has["evaluates behind"]:
         code.add(depth, f"if loop.complete and loop.steps_done % {dice.choice((1, 3, 6))} == 0:")
         code.add(depth + 1, 'loop.vars["history"].append(evaluate("evaluation", "behind"))')
         if has["evaluates twice"]:

@@ -122,6 +122,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
         ("epochs", 0, "second"),
         ("epochs", 1, "the end"),
         ("breaks", 1, "second"),
+        ("steps", 0, "behind"),
+        pytest.param("steps", 1, "behind", marks=pytest.mark.slow),
         *(
             pytest.param(way, victim, point, marks=pytest.mark.slow)
             for way in ("steps", "epochs", "breaks")
@@ -140,7 +142,8 @@ def test_a_newcomer_evaluates_with_the_survivors(
     point: str,
 ) -> None:
     """W02: a worker is lost in an evaluation, or in the step behind it: the newcomer makes it with the others, who live
-    on. All have the results and the weights of a run in which nobody was lost."""
+    on. Behind the block of a step, the others make it alone. All have the results and the weights of a run in which
+    nobody was lost."""
     cluster = _run(tmp_path, way, victim, point)
     ends = [each["failure"] for each in cluster.events("worker_ended") if each["failure"]]
     assert len(ends) == 1 and "killed by SIGKILL" in ends[0], cluster.story()

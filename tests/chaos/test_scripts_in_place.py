@@ -243,6 +243,26 @@ def test_what_cannot_be_renewed(tmp_path: Path, alone: dict[str, Notes], name: s
         assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
 
 
+@pytest.mark.parametrize("name", ["changed_early", pytest.param("in_a_closure", marks=pytest.mark.slow)])
+def test_a_first_step_that_cannot_be_undone(tmp_path: Path, alone: dict[str, Notes], name: str) -> None:
+    """W02, S13: no survivor has a state then: all start once more, at the cost of one restart, and nobody is blamed."""
+    script = [str(SCRIPT), name, str(tmp_path), "1", "0", "backward"]
+    with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
+        cluster.start("node")
+        assert cluster.ended(90) == {"node": 0}, cluster.story()
+        generations = cluster.events("generation")
+        assert [each["in_place"] for each in generations] in ([False, False], [False, True, False]), cluster.story()
+        assert generations[-1]["restarts"] == 1, cluster.story()
+        blamed = [each["failure"] for each in cluster.events("worker_ended") if each["failure"]]
+        assert blamed and all("killed by SIGKILL" in each for each in blamed), cluster.story()
+        assert "Traceback" not in cluster.agents["node"].text(), cluster.story()
+    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
+    ((*_, reference),) = alone[name].values()
+    assert len(ends) == 3
+    for end in ends:
+        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
+
+
 def test_a_stream_cannot_go_on_with_fewer(tmp_path: Path) -> None:
     """W02: nobody knows which samples of an IterableDataset are left: the run ends, and what was trained is saved."""
     script = [str(SCRIPT), "streamed", str(tmp_path), "1", "3", "backward"]

@@ -80,8 +80,9 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a worker that was killed costs a restart": ("L1", "more workers are killed within a step than there are restarts"),
     "a worker that was killed costs none, whoever has the state": (
         "S13",
-        "workers that go on in place from a copy fail before there is a newer one",
+        "all workers of the node that leads are killed",
     ),
+    "what follows from a failure costs no restart": ("S13", "the leader is silent"),
     "a lost connection knows of no steps": (
         "L1",
         "connections break more often than there are restarts, and steps are made in between",
@@ -161,18 +162,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a leader does not hear a node, nor the next life of another one whose key goes",
     ),
-    "an old report counts, and not the key that is newer": (
-        "S18",
-        "a node comes back without the state that its last report has told of",
-    ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
     "a key counts, and not the seat that it does not tell of": (
         "L6",
         "another node loses a worker before a node's key tells of its new seats",
-    ),
-    "followers are not told that workers go on": (
-        "L1",
-        "too few are ready, and a newcomer hears of the survivor only from the leader",
     ),
     "who waits leaves the head on the disk of a node that is lost": (
         "L1",
@@ -186,13 +179,16 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L2",
         "too few are left, and are told to leave while they wait",
     ),
+    "survivors keep the state in their collectives while new workers set up": (
+        "S10",
+        "the node with the state dies while a new worker sets up, without which there are too few",
+    ),
     "those that have the state leave, and the others start anew": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
     "a step that does not end is waited for by those that leave": ("S10", "all are told to leave while one hangs"),
     "who ends before it takes its seat has ended well": (
         "L1",
         "the last worker with the state ends as another one is killed, and a newcomer gets its seat",
     ),
-    "a rank that never met the others is to save": ("L1", 1355375),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (
         "S10",
@@ -223,10 +219,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "who dies before all have met is found by its lease": (
         "L1",
         "the leader is killed while all workers start, and its lease is long",
-    ),
-    "who hangs before it has the state is waited for": (
-        "L1",
-        "too few are left, and one of them hangs before it has the state",
     ),
     "who does not come back from the cut is waited for": ("L1", "a survivor does not come back from the cut"),
     "a node none of whose workers came along runs them": (

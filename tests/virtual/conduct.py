@@ -244,7 +244,9 @@ class Conduct:
         if process.gone or process.paused or self.sim.unreachable(process) or process.told_at is not None:
             return False
         member, me = self.members.get(seat.node), process.me
-        if new.in_place and not any(self._goes_on(worker) for worker in process.group.workers):
+        # A newcomer has no state to wait with.
+        able = [worker for worker in process.group.workers if worker.whole or not new.waits]
+        if new.in_place and not any(map(self._goes_on, able)):
             return False
         if me is None or me.record.draining or (member is not None and member[0].draining):
             return False

@@ -102,10 +102,13 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "failures are not counted": ((_CONTEXT, "restarts_after", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
     "a worker that was killed costs a restart": (
-        (_CONTEXT, "restarts_after", "failure.killed and any_has_state(context.view, startable_members(context.view))", "False"),
+        (_CONTEXT, "restarts_after", "failure.killed if has_state else", "has_state and False or"),
     ),
     "a worker that was killed costs none, whoever has the state": (
-        (_CONTEXT, "restarts_after", "failure.killed and any_has_state(context.view, startable_members(context.view))", "failure.killed"),
+        (_CONTEXT, "restarts_after", "failure.killed if has_state else", "failure.killed or"),
+    ),
+    "what follows from a failure costs no restart": (
+        (_CONTEXT, "restarts_after", "failure.collateral and in_first_step", "failure.collateral"),
     ),
     "a lost connection knows of no steps": ((_A + "supervisor", "Supervisor._fail", "self._with_steps(failure)", "failure"),),
     "workers set up beside a run that ends": (
@@ -181,16 +184,14 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "an old report counts, and not the key that is newer": ((_CONTEXT, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
     "a key counts, and not the report that is newer": ((_CONTEXT, "as_reported", "else _with_fields(entry, newer)", "else entry"),),
     "a key counts, and not the seat that it does not tell of": ((_CONTEXT, "as_reported", "_with_fields(entry, {", "entry if True else _with_fields(entry, {"),),
-    "followers are not told that workers go on": (
-        (_A + "joining", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
-    ),
     "who waits leaves the head on the disk of a node that is lost": (
         (_OFFER, "adds", " or (lacks_head and step == committed)", ""),
     ),
     "who waits puts an earlier step in place of the head": (
         (_OFFER, "adds", "lacks_head and step == committed", "lacks_head"),
     ),
-    "below min-nodes survivors wait and save nothing": ((_CONTEXT, "re_form", "if not (context.others_go_on", "if False and not (context.others_go_on"),),
+    "below min-nodes survivors wait and save nothing": ((_CONTEXT, "re_form", "if waits and any_has_state", "if False and any_has_state"),),
+    "survivors keep the state in their collectives while new workers set up": ((_CONTEXT, "re_form", "waits = isinstance(too_few, Wait) or (too_few is None and not context.others_go_on)", "waits = not isinstance(too_few, Finish) and not context.others_go_on"),),
     "those that have the state leave, and the others start anew": ((_CONTEXT, "LeaderContext.others_go_on", " and (not self.in_place or any_has_state(self.view, stay))", ""),),
     "a step that does not end is waited for by those that leave": ((_CONTEXT, "leave_deadline", "if not (context.draining_seats", "if True or not (context.draining_seats"),),
     "who ends before it takes its seat has ended well": ((_A + "supervisor", "Supervisor._seated_ended", "event.code == 0 and not self.pages", "False and not self.pages"),),
@@ -207,7 +208,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "who dies before all have met is found by its lease": (
         (_A + "worker_pages", "WorkerPages.unmet_since", "if times >= 1 else None", "if False else None"),
     ),
-    "who hangs before it has the state is waited for": ((_CONTEXT, "decide_if_too_few", "+ SEATED_S_MAX", "+ spec.join_timeout_s"),),
     "who does not come back from the cut is waited for": (
         (_A + "supervisor", "Supervisor._go_on", "self._check_seats_at = self._clock.monotonic() + LATE_S", "self._check_seats_at = None"),
     ),

@@ -219,7 +219,8 @@ class Invariants:
         spent = new.restarts.spent if spec.restarts_reset else new.restarts.total
         require(spent <= spec.max_restarts, "S13", f"{spent} restarts of {spec.max_restarts}")
         if new.kind == "failure":
-            counts = not (new.in_place and any(failure.killed for _, failure in failures))
+            follows = old.in_place and not (new.restarts.step or new.restarts.beats)
+            counts = not (follows or (new.in_place and any(failure.killed for _, failure in failures)))
             known = (old.restarts.spent, 0) if spec.restarts_reset and further else (old.restarts.spent,)
             least = [each + counts for each in known]
             require(new.restarts.spent in (*least, *(each + 1 for each in known)), "S13", "the budget came back")

@@ -341,6 +341,16 @@ IN_PLACE: list[Plan] = [
         stays=False,
     ),
     _living(
+        "the node with the state dies while a new worker sets up, without which there are too few",
+        2,
+        Fault(6.0, "worker_killed", "n1"),
+        Fault(9.0, "crash", "n0"),
+        Fault(12.0, "start", "n0"),
+        spec=spec_for(2, min_nodes=2),
+        setup_s=6.0,
+        stays=False,
+    ),
+    _living(
         "too few are left in the moment in which they are told to leave",
         3,
         Fault(6.0, "crash", "n0"),
@@ -507,7 +517,7 @@ IN_PLACE: list[Plan] = [
         arrivals=(0.0, 0.1, 0.2, 6.3),
         spec=spec_for(3, min_nodes=3),
         setup_s=9.0,
-        generations_max=3,
+        generations_max=4,
     ),
     _living(
         "too few are left, save the step of a head that is lost with its node, and leave",

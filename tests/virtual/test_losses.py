@@ -247,13 +247,24 @@ def test_steps_from_a_newer_snapshot_are_progress(loaded: tuple[int, ...], survi
 def test_the_end_names_the_cause_behind_a_collateral_failure() -> None:
     """W13: the restarts are spent by workers that were lost on their way from a failure into the next generation."""
     world = running(2)
-    restarts = Restarts(spent=3, total=3)
+    restarts = Restarts(spent=3, total=3, beats=1)
     _know(world.members["n0"], in_place=True, kind="failure", cause="rank 1 raised", restarts=restarts)
-    world.members["n1"].fail(collateral=True)
+    world.members["n1"].fail(collateral=True, beats=1)
     world.pass_time(0.5)
     ended = world.members["n1"].ended
     assert isinstance(ended, End)
     assert ended.result.reason == "rank 1 raised; then rank 1 on n1 (3 restarts without a new step used up)"
+
+
+@pytest.mark.parametrize(("beats", "spent"), [(0, 1), (1, 2)])
+def test_survivors_of_a_first_step_that_cannot_be_undone_spend_no_restart(beats: int, spent: int) -> None:
+    """S13: the loss in that step is counted once, and not again because no survivor has a state."""
+    world = running(2)
+    _know(world.members["n0"], in_place=True, kind="failure", restarts=Restarts(spent=1, total=1, beats=beats))
+    world.members["n1"].fail(collateral=True, beats=beats)
+    world.pass_time(0.5)
+    generation = world.members["n0"].ran[-1][0]
+    assert (generation.restarts.spent, generation.restarts.total) == (spent, 2)
 
 
 @pytest.mark.parametrize(("second", "ended"), [("a", [1, 1]), ("b", []), ("", [])])
