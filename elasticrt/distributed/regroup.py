@@ -19,7 +19,6 @@ import datetime
 import functools
 import logging
 import os
-import select
 import socket
 import struct
 import sys
@@ -87,8 +86,7 @@ class GroupSockets:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}  # The connections of complete groups: names by descriptor.
-        self._peers: list[int] = []  # The default group's connections to the other ranks.
-        self._open_peers: select.epoll | None = None  # Has each of `_peers` registered until that one is closed.
+        self._peers: dict[int, str] = {}  # The default group's connections to the other ranks, as in `_known`.
         # All sockets from before the group that is being made. None: no group is being made.
         self._before: dict[int, str] | None = None
         # Where the ranks of the group that is being made listen, as far as they have stored that. None: this is not
@@ -137,9 +135,7 @@ class GroupSockets:
                     # group. The other new connections lead to the peers.
                     ports = {(fd, name): ports_of(fd) for fd, name in sockets_of().items()}
                     stores = dict(each for each in ports if store_port in ports[each])
-                    self._watch_peers(
-                        {fd: name for fd, name in new.items() if ports.get((fd, name)) and fd not in stores}
-                    )
+                    self._peers = {fd: new[fd] for fd in new.keys() - stores.keys() if ports.get((fd, new[fd]))}
                     self._known |= stores
                 self._before = self._addresses = None
                 self._lock.notify_all()
@@ -171,27 +167,8 @@ class GroupSockets:
 
         Gloo closes its descriptor when it sees that the other end is gone.
         """
-        try:
-            for fd in self._peers:
-                # `modify` fails if `fd` is closed, and if `fd` is the number of another file by now. This runs at each
-                # step, and no other check is as cheap.
-                self._open_peers.modify(fd, 0)  # type: ignore[union-attr]  # Made before there are any peers.
-        except OSError:
-            return True
-        return False
-
-    def _watch_peers(self, peers: dict[int, str]) -> None:
-        """Register the connections that `lost_a_peer` looks at, in place of those of the group before."""
-        if self._open_peers is not None:
-            self._open_peers.close()
-        self._peers, self._open_peers = list(peers), select.epoll() if peers else None
-        for fd, name in peers.items():
-            with contextlib.suppress(OSError):
-                self._open_peers.register(fd, 0)  # type: ignore[union-attr]
-                # The peer's connection was closed before it was registered, and `fd` is another file now. Without the
-                # registration, `modify` reports the peer as lost.
-                if not is_open_socket(fd, name):
-                    self._open_peers.unregister(fd)  # type: ignore[union-attr]
+        # By now the descriptor may also be the number of another file.
+        return not all(is_open_socket(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> None:
         """Shut down every noted connection once, under the lock."""
