@@ -81,17 +81,13 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
     for name, each in objects.items():
         settings = _settings(each)
         try:
-            # A module copies what it loads, and an optimizer is dealt with below. Any other object may keep the
-            # tensors that it gets.
-            if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
-                each.load_state_dict(plain_copy(data[name], name))
-            else:
-                each.load_state_dict(data[name])
-            if isinstance(each, torch.optim.Optimizer) and alike:
-                _keep_types(each, data[name])
-            if shared and isinstance(each, torch.optim.Optimizer):
+            # A module copies what it loads. Any other object may keep the tensors that it gets.
+            copied = shared and not isinstance(each, torch.nn.Module)
+            each.load_state_dict(plain_copy(data[name], name) if copied else data[name])
+            if isinstance(each, torch.optim.Optimizer):
+                if alike:
+                    _keep_types(each, data[name])
                 _check_kind(each, settings)
-                _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             # Torch's message begins with a line that only names the module's class.
             said = str(error).partition(":\n\t")[2] or str(error)
@@ -142,11 +138,3 @@ def _check_kind(optimizer: torch.optim.Optimizer, before: list[set[str]]) -> Non
     lacks = sorted({name for settings, group in groups for name in settings.difference(group)})
     if lacks:
         raise ValueError(f"another optimizer's state, without {', '.join(lacks)}")
-
-
-def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its own copies of its host tensors: it keeps the tensors that it has loaded as they are."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                state[name] = value.clone()
