@@ -106,6 +106,16 @@ class Checkpointer:
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
+        whole_number(step, "step", "Checkpointer.save")
+        whole_number(epoch, "epoch", "Checkpointer.save")
+        run, known = self._head.run, self._head.known
+        if not run.has_loop:
+            least = max(self._asked_step, 0 if known is None else known.step)
+            if step < least:
+                expected = f">= {least}, saved before"
+                raise ValueError(explain("the step number goes back", "Checkpointer.save", got=step, expected=expected))
+            # Without a Loop, the steps of the newest save count as the run's.
+            run.total = max(run.total, step)
         uses = self.to_disk(step=step, epoch=epoch, of_loop=False)
         if uses:
             self.snapshots.take(state, uses)
@@ -119,24 +129,11 @@ class Checkpointer:
             of_loop: whether a Loop saves. A Loop counts the run's steps, and saves again after a change of the
                 membership; its only patient save is its last one.
         """
-        whole_number(step, "step", "Checkpointer.save")
-        whole_number(epoch, "epoch", "Checkpointer.save")
-        beside = self._head.is_beside(of_loop=of_loop)
-        # Steps may not go back. Two cases look as if they did. A Loop's state may be behind the run's head: rank 0 has
-        # finished a step, saved it, and died alone. And after a restart from an earlier step, what is saved beside a
-        # Loop may be behind this directory's own head.
-        known = None if of_loop else self._head.known
-        least = self._asked_step if known is None else max(self._asked_step, known.step)
-        if step < least and not beside:
-            expected = f">= {least}, saved before"
-            raise ValueError(explain("the step number goes back", "Checkpointer.save", got=step, expected=expected))
         self._asked_step = step
-        # Without a Loop, the steps of the newest save count as the run's.
-        if not (of_loop or self._head.run.has_loop):
-            self._head.run.total = max(self._head.run.total, step)
         # One save at a time: each commit names the one before as its parent.
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
+        beside = self._head.is_beside(of_loop=of_loop)
         try:
             self._directory.claim(partial(self._head.take, patient=patient, adopts=beside))
         except (NoAnswer, OSError) as error:
