@@ -3,8 +3,8 @@
 Torch's TCPStore will not do. When rank 0 is lost while other ranks connect, the TCPStore's client tries again for up to
 a minute, in C++, where nothing can stop it. Here every wait is in a socket that `regroup.GroupSockets` can shut down.
 
-A question is a line of JSON, and so is its answer. Bytes travel as Latin-1 text. The first question on a connection
-names the generation's nonce: a process of another generation gets no answer.
+A question is a line of JSON, and so is its answer. Bytes travel as Latin-1 text. Each question names the generation's
+nonce: a process of another generation gets no answer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ class _Client:
 
     Attributes:
         read: the bytes that have arrived of its next question.
-        admitted: whether it has named the generation's nonce.
         waits_for: the keys whose values it waits for; None while it waits for none.
     """
 
     read: bytearray = field(default_factory=bytearray)
-    admitted: bool = False
     waits_for: list[str] | None = None
 
 
@@ -104,13 +102,10 @@ class GroupStoreServer:
 
     def _answer(self, connection: socket.socket, client: _Client, question: dict[str, Any]) -> None:
         op, values = question["op"], self._values
-        if not client.admitted:
-            # `_read` closes the connection of a process that does not know the nonce.
-            if op != "hello" or question["nonce"] != self._nonce:
-                raise ValueError("another generation")
-            client.admitted = True
-            connection.sendall(_line(None))
-        elif op == "get":
+        # `_read` closes the connection of a process that does not know the nonce.
+        if question["nonce"] != self._nonce:
+            raise ValueError("another generation")
+        if op == "get":
             client.waits_for = list(question["keys"])
             self._tell(connection, client)
         elif op == "check":
@@ -233,7 +228,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         limit_s = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + limit_s
         try:
-            return _answered(self._connection(deadline), question, deadline)
+            return _answered(self._connection(deadline), {**question, "nonce": self._nonce}, deadline)
         except TimeoutError:
             self._hang_up()
             what = f"wait timeout after {limit_s * 1000:.0f}ms, keys: {question.get('keys', question.get('key', ''))}"
@@ -250,7 +245,6 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
             connection = socket.create_connection(self._to, timeout=_left_s(deadline))
             self._own.connection = connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answered(connection, {"op": "hello", "nonce": self._nonce}, deadline)
         return connection
 
     def _hang_up(self) -> None:

@@ -79,8 +79,8 @@ def test_a_server_without_descriptors_waits_for_one() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for each in fill:
                 os.close(each)
-        client.sendall(_line({"op": "hello", "nonce": NONCE}))
-        assert pool.submit(client.recv, 10).result(20) == b"null\n"
+        client.sendall(_line({"op": "check", "nonce": NONCE, "keys": []}))
+        assert pool.submit(client.recv, 10).result(20) == b"true\n"
     server.close()
 
 
@@ -158,12 +158,13 @@ def test_another_generation_is_not_answered(port: int) -> None:
         b"\xff" * 64 + b"\n",
         _line([]),
         _line({"op": "get", "key": "key"}),
-        _line({"op": "hello"}),
+        _line({"op": "check", "keys": []}),
+        _line({"op": "set", "nonce": "another", "key": "key", "value": "x", "keys": []}),
         b"\xff{]:,\n",
         b"[" * 100_000 + b"\n",
         b"x" * (17 << 20),
-        _line({"op": "hello", "nonce": NONCE}) + _line({"op": "no such question"}),
-        _line({"op": "hello", "nonce": NONCE}) + _line({"op": "add", "key": [], "amount": {}}),
+        _line({"op": "no such question", "nonce": NONCE}),
+        _line({"op": "add", "nonce": NONCE, "key": [], "amount": {}}),
     ],
     ids=lambda text: repr(text[:24]),
 )
@@ -183,8 +184,8 @@ def test_a_slow_client_delays_nobody(port: int) -> None:
     """A question that comes byte by byte is answered when it is whole; others are answered between two bytes."""
     client = _client(port)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
-        question = {"op": "set", "key": "slow", "value": "x", "keys": []}
-        for byte in _line({"op": "hello", "nonce": NONCE}) + _line(question):
+        question = {"op": "set", "nonce": NONCE, "key": "slow", "value": "x", "keys": []}
+        for byte in _line(question):
             slow.sendall(bytes([byte]))
             client.add("others", 1)
         assert client.get("slow") == b"x"
