@@ -11,19 +11,6 @@ import pytest
 
 from elasticrt.ipc.cgroups import VERSIONS, memory_groups
 
-DISK = "25 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-ONE = "31 25 0:28 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-MEMORY = "35 25 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
-CPU = "32 25 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
-BESIDE = "41 25 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
-NAMELESS = "65 44 0:39 / /mnt rw,relatime - tmpfs  rw\n"  # `mount` with "" as its source.
-SPACED = "35 25 0:32 / /mnt/my\\040groups rw - cgroup cgroup rw,memory\n"
-
-
-def container(root: str) -> str:
-    """The mount of a container that shares its host's names of control groups."""
-    return f"35 25 0:32 {root} /sys/fs/cgroup/memory ro master:14 - cgroup cgroup rw,memory\n"
-
 
 def write_tree(root: Path, files: Mapping[str, str]) -> None:
     """Files by name, below `root`."""

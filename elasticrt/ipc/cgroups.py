@@ -1,12 +1,11 @@
 """How much memory a process may use: the rest of the machine's, and of each control group around the process.
 
 Containers, the jobs of schedulers and the slices of systemd are nested control groups, each with its own limit. The one
-with the least room decides. Versions 1 and 2 are found, also side by side, wherever they are mounted.
+with the least room decides. Versions 1 and 2 are found, also side by side, where systemd and containers mount them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -38,54 +37,25 @@ VERSIONS = {
 }
 """By the type of file system as which a version is mounted."""
 
-
-def groups(memberships: str, mounts: str) -> list[tuple[str, Names]]:
-    """The directories of a process's memory control groups, from its own up to the top of each mount. Pure.
-
-    Args:
-        memberships: the text of /proc/self/cgroup.
-        mounts: the text of /proc/self/mountinfo.
-    """
-    paths = {}
-    for line in _lines(memberships):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    found = []
-    for line in _lines(mounts):
-        place, _, what = line.partition(" - ")
-        # The second field, the mount's source, may be empty, so the fields are split at single blanks.
-        kind, _, options = what.split(" ")[:3]
-        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
-            # mountinfo writes blanks and other special characters as octal numbers.
-            octal = re.compile(r"\\([0-7]{3})")
-            root, top = (octal.sub(lambda found: chr(int(found[1], 8)), field) for field in place.split(" ")[3:5])
-            found += [(directory, VERSIONS[kind]) for directory in _upwards(paths[kind], root, top)]
-    return found
-
-
-def _lines(text: str) -> list[str]:
-    """The lines of `text`, split at "\\n" alone: names may have other characters at which `splitlines` would split."""
-    return [line for line in text.split("\n") if line]
-
-
-def _upwards(path: str, root: str, top: str) -> list[str]:
-    """The directories from the group `path` up to the group `root`, which is mounted at `top`.
-
-    If the mount shows another part of the tree, as in some containers, only its top is known.
-    """
-    group = PurePosixPath(path)
-    visible = group.is_relative_to(root) and ".." not in group.parts
-    below = group.relative_to(root) if visible else PurePosixPath()
-    return [str(PurePosixPath(top) / each) for each in (below, *below.parents)]
+TOPS = {"cgroup2": ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "cgroup": ("sys/fs/cgroup/memory",)}
+"""Where a version is mounted."""
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[Path, Names]]:
-    """The memory control groups of this process, as in `groups`. `root` is the parent of /proc and /sys."""
-    found = groups(text_of(root / "proc/self/cgroup"), text_of(root / "proc/self/mountinfo"))
-    return [(root / directory.lstrip("/"), names) for directory, names in found]
+    """The directories of this process's memory control groups, from its own up to the top of each version.
+
+    Some containers know their groups by the names that these have on the host. Only the top exists there then, which is
+    the container's own group. `root` is the parent of /proc and /sys.
+    """
+    found: list[tuple[Path, Names]] = []
+    # Split at "\n" alone: names may have other characters at which `splitlines` would split.
+    for line in filter(None, text_of(root / "proc/self/cgroup").split("\n")):
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            version, group = "cgroup" if controllers else "cgroup2", PurePosixPath(path.lstrip("/"))
+            directories = [root / top / each for top in TOPS[version] for each in (group, *group.parents)]
+            found += [(each, VERSIONS[version]) for each in directories if each.is_dir()]
+    return found
 
 
 def free_bytes(files: Mapping[str, str], names: Names) -> int | None:

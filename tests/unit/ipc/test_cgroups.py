@@ -1,74 +1,72 @@
-"""Which control groups have a say: nested ones of both versions, in containers, and wherever they are mounted."""
+"""Which control groups have a say: nested ones of both versions, and in containers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from elasticrt.ipc.cgroups import VERSIONS, groups
-from tests.cgroups import BESIDE, CPU, DISK, MEMORY, NAMELESS, ONE, SPACED, container
+from elasticrt.ipc.cgroups import VERSIONS, memory_groups
+from tests.cgroups import write_tree
 
 OLD, NEW = VERSIONS["cgroup"], VERSIONS["cgroup2"]
+TOP = "sys/fs/cgroup"
+JOB = "system.slice/slurmstepd.scope/job_7"
 
 
 @pytest.mark.parametrize(
-    ("memberships", "mounts", "expected"),
+    ("memberships", "directories", "expected"),
     [
-        pytest.param("0::/\n", DISK + ONE, [("/sys/fs/cgroup", NEW)], id="top"),
+        pytest.param("0::/\n", [TOP], [(TOP, NEW)], id="top"),
         pytest.param(
-            "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
-            DISK + ONE,
+            f"0::/{JOB}/step_0\n",
+            [f"{TOP}/{JOB}/step_0"],
             [
-                ("/sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/step_0", NEW),
-                ("/sys/fs/cgroup/system.slice/slurmstepd.scope/job_7", NEW),
-                ("/sys/fs/cgroup/system.slice/slurmstepd.scope", NEW),
-                ("/sys/fs/cgroup/system.slice", NEW),
-                ("/sys/fs/cgroup", NEW),
+                (f"{TOP}/{JOB}/step_0", NEW),
+                (f"{TOP}/{JOB}", NEW),
+                (f"{TOP}/system.slice/slurmstepd.scope", NEW),
+                (f"{TOP}/system.slice", NEW),
+                (TOP, NEW),
             ],
             id="slurm",
         ),
         pytest.param(
             "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n",
-            DISK + CPU + MEMORY,
-            [
-                ("/sys/fs/cgroup/memory/docker/abc", OLD),
-                ("/sys/fs/cgroup/memory/docker", OLD),
-                ("/sys/fs/cgroup/memory", OLD),
-            ],
+            [f"{TOP}/memory/docker/abc", f"{TOP}/cpu/docker/abc"],
+            [(f"{TOP}/memory/docker/abc", OLD), (f"{TOP}/memory/docker", OLD), (f"{TOP}/memory", OLD)],
             id="old",
         ),
         pytest.param(
             "4:memory:/job\n1:cpu,cpuacct:/\n0::/user.slice\n",
-            CPU + MEMORY + BESIDE,
+            [f"{TOP}/memory/job", f"{TOP}/cpu", f"{TOP}/unified/user.slice"],
             [
-                ("/sys/fs/cgroup/memory/job", OLD),
-                ("/sys/fs/cgroup/memory", OLD),
-                ("/sys/fs/cgroup/unified/user.slice", NEW),
-                ("/sys/fs/cgroup/unified", NEW),
+                (f"{TOP}/memory/job", OLD),
+                (f"{TOP}/memory", OLD),
+                (TOP, NEW),
+                (f"{TOP}/unified/user.slice", NEW),
+                (f"{TOP}/unified", NEW),
             ],
             id="both versions side by side",
         ),
         pytest.param(
-            "4:memory:/docker/abc/inner\n",
-            container("/docker/abc"),
-            [("/sys/fs/cgroup/memory/inner", OLD), ("/sys/fs/cgroup/memory", OLD)],
+            "4:memory:/docker/abc\n",
+            [f"{TOP}/memory"],
+            [(f"{TOP}/memory", OLD)],
             id="a container with its host's names",
         ),
-        pytest.param("4:memory:/abc\n", container("/ab"), [("/sys/fs/cgroup/memory", OLD)], id="not by letters"),
-        pytest.param("4:memory:/a\n", container("/b"), [("/sys/fs/cgroup/memory", OLD)], id="another part mounted"),
-        pytest.param("0::/../other\n", ONE, [("/sys/fs/cgroup", NEW)], id="outside of its namespace"),
-        pytest.param("4:memory:/a\n", SPACED, [("/mnt/my groups/a", OLD), ("/mnt/my groups", OLD)], id="a blank"),
-        pytest.param("0::/\n", NAMELESS + ONE, [("/sys/fs/cgroup", NEW)], id="a mount without a source"),
+        pytest.param("0::/a\x0cb\n", [f"{TOP}/a\x0cb"], [(f"{TOP}/a\x0cb", NEW), (TOP, NEW)], id="a form feed"),
         pytest.param(
-            "0::/a\x0cb\n",
-            "25 1 8:1 / /mnt/a\x0cb rw - ext4 /dev/sda1 rw\n" + ONE,
-            [("/sys/fs/cgroup/a\x0cb", NEW), ("/sys/fs/cgroup", NEW)],
-            id="a form feed",
+            "4:memory:/a:b\n", [f"{TOP}/memory/a:b"], [(f"{TOP}/memory/a:b", OLD), (f"{TOP}/memory", OLD)], id="a colon"
         ),
-        pytest.param("4:memory:/a:b\n", MEMORY, [("/sys/fs/cgroup/memory/a:b", OLD), ("/sys/fs/cgroup/memory", OLD)]),
-        pytest.param("4:memory:/a\n", DISK + CPU, [], id="not mounted"),
-        pytest.param("", "", [], id="no control groups"),
+        pytest.param("4:memory:/a\n", [f"{TOP}/cpu/a"], [], id="not mounted"),
+        pytest.param("", [], [], id="no control groups"),
     ],
 )
-def test_groups_are_found_from_the_own_one_up(memberships: str, mounts: str, expected: list[object]) -> None:
-    """Every group that has a say is looked at, wherever it is mounted, and no other."""
-    assert groups(memberships, mounts) == expected
+def test_groups_are_found_from_the_own_one_up(
+    tmp_path: Path, memberships: str, directories: list[str], expected: list[tuple[str, object]]
+) -> None:
+    """Every group that has a say is looked at, and no other."""
+    for each in directories:
+        (tmp_path / each).mkdir(parents=True)
+    write_tree(tmp_path, {"proc/self/cgroup": memberships})
+    assert memory_groups(tmp_path) == [(tmp_path / directory, names) for directory, names in expected]
