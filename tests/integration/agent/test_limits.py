@@ -48,5 +48,5 @@ def test_etcd_under_small_limits(tmp_path: Path) -> None:
     binary.chmod(0o755)
     done = _run(tmp_path, "true", 1, binary)
     assert done.returncode == 4, done.stderr
-    assert "Raise the limit of open files (ulimit -n)" in done.stderr
+    assert "Raise the limit that it ran into (ulimit -n" in done.stderr
     assert "goroutine" not in done.stderr
