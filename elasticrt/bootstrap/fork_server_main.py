@@ -327,7 +327,7 @@ def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
     from elasticrt.bootstrap import script_scan
 
     tree = script_scan.parse(script.read_bytes())
-    found = script_scan.early_write(tree, os.environ)
+    found = script_scan.early_write(tree)
     if found:
         return f"{script.name} {found}, which is too late in a fork", []
     found = script_scan.early_spawn(tree)

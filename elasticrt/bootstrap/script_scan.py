@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 
 _SAFE = frozenset(
     (
@@ -42,20 +42,16 @@ def parse(source: str | bytes) -> ast.Module:
         return ast.Module([], [])
 
 
-def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
+def early_write(tree: ast.Module) -> str:
     """The first write to the environment that comes too late in a fork, in words; "" if there is none.
 
-    Only a write before an import and before `import torch` counts.
-
-    Args:
-        tree: of the script.
-        env: what the script starts with. Setting a variable to the value that it already has is no write.
+    Only a write before an import and before `import torch` counts. `tree`: of the script.
     """
     imports = [(_place(node), name) for node in ast.walk(tree) for name in _imported(node)]
     # Statements that run for certain, so that an `import torch` among them surely comes after the writes above it.
     certain = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With | ast.Try) for each in node.body)]
     torch_at = min((_place(node) for node in certain if "torch" in _imported(node)), default=(sys.maxsize, 0))
-    for place, name in sorted(_writes(tree, env)):
+    for place, name in sorted(_writes(tree)):
         after = min(((at, module) for at, module in imports if at > place), default=None)
         if after is not None and place < torch_at and name not in _SAFE and not name.startswith(_SAFE_PREFIXES):
             return f"line {place[0]} sets {name} before `import {after[1]}` in line {after[0][0]}"
@@ -112,42 +108,30 @@ def _imported(node: ast.AST) -> list[str]:
     return [name for name in names if name not in sys.stdlib_module_names]
 
 
-def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterable[tuple[_Place, str]]:
+def _writes(tree: ast.Module) -> list[tuple[_Place, str]]:
     """Every place that changes the environment, with the variable that it changes."""
-    nodes = list(ast.walk(tree))
-    environ = {"environ", "environb"}
-    unchanged: set[ast.AST] = set()
+    nodes, environ = list(ast.walk(tree)), {"environ", "environb"}
     for node in nodes:
-        match node:
-            case ast.ImportFrom("os", aliases):
-                environ |= {alias.asname or alias.name for alias in aliases if alias.name in environ}
-            case ast.Assign([ast.Subscript(slice=key) as target], value) if env.get(_text(key)) == _text(value):
-                unchanged.add(target)
-    return [(_place(node), name) for node in nodes if node not in unchanged for name in _written(node, environ, env)]
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            environ |= {alias.asname or alias.name for alias in node.names if alias.name in environ}
+    return [(_place(node), name) for node in nodes for name in _written(node, environ)]
 
 
-def _written(node: ast.AST, environ: Collection[str], env: Mapping[str, str]) -> list[str]:
+def _written(node: ast.AST, environ: Collection[str]) -> list[str]:
     """The variables that this node changes: by an item, a method of `os.environ`, or a function known to do so."""
     match node:
         case ast.Subscript(owner, key, ast.Store() | ast.Del()) if _name(owner) in environ:
             return [_text(key)]
-        # `os.environ |= ...`
-        case ast.AugAssign(owner) if _name(owner) in environ:
-            return [_ANY]
+        case ast.Call(ast.Attribute(owner, "setdefault" | "pop"), [key, *_]) if _name(owner) in environ:
+            return [_text(key)]
         case ast.Call(function, [key, *_]) if _name(function) in ("putenv", "unsetenv"):
             return [_text(key)]
         case ast.Call(function) if _name(function) == "load_dotenv":
             return [_ANY]
-        case ast.Call(ast.Attribute(owner, "setdefault" | "pop" as method), [key, *_]) if _name(owner) in environ:
-            name = _text(key)
-            # `setdefault` changes only a missing variable, `pop` only one that is there.
-            changes = name == _ANY or (name in env) != (method == "setdefault")
-            return [name] * changes
-        case ast.Call(ast.Attribute(owner, "update"), arguments, words) if _name(owner) in environ:
-            keys = [key for each in arguments if isinstance(each, ast.Dict) for key in each.keys]
-            named = [*(word.arg or _ANY for word in words), *map(_text, keys)]
-            return named if all(isinstance(each, ast.Dict) for each in arguments) else [_ANY]
-        case ast.Call(ast.Attribute(owner, "clear" | "popitem")) if _name(owner) in environ:
+        # `os.environ |= ...`
+        case ast.AugAssign(owner) | ast.Call(ast.Attribute(owner, "update" | "clear" | "popitem")) if (
+            _name(owner) in environ
+        ):
             return [_ANY]
     return []
 

@@ -16,8 +16,7 @@ TORCH = "import torch\n"
         ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + TORCH, "OMP_NUM_THREADS"),
         ("import os\nos.environ['TORCH_LOGS'] = str(1)\nimport numpy", "TORCH_LOGS"),
         ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '4')\n" + TORCH, "OMP_NUM_THREADS"),
-        ("import os\nos.environ.update(OMP_NUM_THREADS='4')\n" + TORCH, "OMP_NUM_THREADS"),
-        ("import os\nos.environ.update({'MASTER_PORT': '1', 'TORCH_LOGS': 'all'})\n" + TORCH, "TORCH_LOGS"),
+        ("import os\nos.environ.update(OMP_NUM_THREADS='4')\n" + TORCH, "variables"),
         ("import os\nos.environ |= {'A': 'b'}\n" + TORCH, "variables"),
         ("import os\nos.environ.update(read())\n" + TORCH, "variables"),
         ("import os\nos.putenv('OMP_NUM_THREADS', '4')\n" + TORCH, "OMP_NUM_THREADS"),
@@ -25,8 +24,6 @@ TORCH = "import torch\n"
         ("import os\nos.environ.pop('SET', None)\n" + TORCH, "SET"),
         ("import os\nfor name in names: os.environ[name] = '1'\n" + TORCH, "variables"),
         ("import os\nfor name in names: os.environ.pop(name)\n" + TORCH, "variables"),
-        ("import os\nos.environ.update({'A': '1', 'SET': 'value'})\n" + TORCH, "A"),
-        ("import os\nos.environ.update(SET='value')\n" + TORCH, "SET"),
         ("import os\nos.environ.clear()\n" + TORCH, "variables"),
         ("from os import environ as e\ne['OMP_NUM_THREADS'] = '4'\n" + TORCH, "OMP_NUM_THREADS"),
         ("import os as o\no.environ['A'], o.environ['MASTER_PORT'] = 'x', 'y'\n" + TORCH, "A"),
@@ -46,9 +43,6 @@ TORCH = "import torch\n"
         ("import os\nos.environ['MASTER_ADDR'] = 'localhost'\nos.environ['RANK'] = '0'\n" + TORCH, ""),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['NCCL_DEBUG'] = 'INFO'\n" + TORCH, ""),
         ("import os\nos.environ['PYTHONHASHSEED'] = '0'\nos.environ['WANDB_MODE'] = 'offline'\n" + TORCH, ""),
-        ("import os\nos.environ['SET'] = 'value'\n" + TORCH, ""),
-        ("import os\nos.environ.setdefault('SET', 'other')\nos.environ.pop('UNSET', None)\n" + TORCH, ""),
-        ("import os\nos.environ.update({})\n" + TORCH, ""),
         ("import os\nprint(os.environ['A'], os.environ.get('B'))\n" + TORCH, ""),
         ("mine = {}\nmine['A'] = '1'\nmine.update(B='2')\n" + TORCH, ""),
         ("x = = 1", ""),
@@ -57,8 +51,8 @@ TORCH = "import torch\n"
     ],
 )
 def test_early_writes(source, variable):
-    """A write before an import counts, unless torch is there already, the variable is read late, or nothing changes."""
-    found = early_write(parse(source), {"SET": "value"})
+    """A write before an import counts, unless torch is there already or the variable is read late."""
+    found = early_write(parse(source))
     assert bool(found) == bool(variable), found
     assert variable in found
 
@@ -66,7 +60,7 @@ def test_early_writes(source, variable):
 def test_the_reason_names_both_lines():
     """The words say which line sets what, and before which import."""
     source = "import os\n\nos.environ['OMP_NUM_THREADS'] = '4'\nimport json\nimport numpy as np\nimport torch\n"
-    assert early_write(parse(source), {}) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
+    assert early_write(parse(source)) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
 
 
 @pytest.mark.parametrize(
