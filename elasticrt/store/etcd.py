@@ -165,22 +165,13 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
         got = ", ".join(str(address) for address in addresses)
         what, remedy = "TLS files for an endpoint without TLS", "Write https://, or leave the files out"
         raise ConfigError(what, "--etcd", got=got, expected="https://", remedy=remedy)
+    expected, remedy = "both or neither", "Give the other one as well"
     if (credentials.cert_file is None) != (credentials.key_file is None):
-        where, remedy = "--etcd-cert-file, --etcd-key-file", "Give both or neither"
-        raise ConfigError(
-            "a client certificate without its key, or a key without its certificate",
-            where,
-            expected="the certificate and its key",
-            remedy=remedy,
-        )
+        what, where = "a client certificate without its key, or the reverse", "--etcd-cert-file, --etcd-key-file"
+        raise ConfigError(what, where, expected=expected, remedy=remedy)
     if (credentials.user is None) != (credentials.password_file is None):
-        where, remedy = "--etcd-user, --etcd-password-file", "Give both or neither"
-        raise ConfigError(
-            "a user without a password file, or a password file without a user",
-            where,
-            expected="the name and its password",
-            remedy=remedy,
-        )
+        what, where = "a user without a password file, or the reverse", "--etcd-user, --etcd-password-file"
+        raise ConfigError(what, where, expected=expected, remedy=remedy)
     if any(address.scheme == "https" for address in addresses):
         # The pair is checked only here, and not with each connection: while the files are being renewed the key may
         # belong to another certificate for a moment.

@@ -6,7 +6,6 @@ Used by the supervisor of the embedded server, which must be quick (so only ligh
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
@@ -310,18 +309,12 @@ def resolve_listen_address(listen: Address, option: str) -> Address:
         # Others resolve this name to another address: /etc/hosts may give the own host name 127.0.1.1, for example.
         # The name was given for others to come to, so etcd listens at all addresses.
         ip = "0.0.0.0"  # noqa: S104
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
-        # Bind as etcd does: with IPv4 at ::, and with SO_REUSEADDR, so that a connection of an earlier server in
-        # TIME_WAIT is no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, listen.port))
-        except OSError as error:
-            got = f"{listen.host}:{listen.port}: {error.strerror or error}"
-            remedy = "Choose another port"
-            remedy += ", or stop the process that uses it" if error.errno == errno.EADDRINUSE else ""
-            what = "the port cannot be used"
-            raise ConfigError(what, option, got=got, expected="a free port", remedy=remedy) from error
+    try:
+        listening(ip, listen.port).close()
+    except OSError as error:
+        got, expected = f"{listen.host}:{listen.port}: {error.strerror or error}", "a free port"
+        remedy = "Choose another port, or stop the process that uses it"
+        raise ConfigError("the port cannot be used", option, got=got, expected=expected, remedy=remedy) from error
     return replace(listen, host=ip)
 
 
