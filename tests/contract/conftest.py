@@ -69,7 +69,10 @@ def compact_etcd(address: Address, revision: int) -> None:
     from elasticrt.store.connection import grpc
 
     with grpc.insecure_channel(f"{address.host}:{address.port}") as channel:
-        proto.KVStub(channel).Compact(proto.CompactionRequest(revision=revision), timeout=10)
+        serialize, parse = proto.CompactionRequest.SerializeToString, proto.CompactionResponse.FromString
+        channel.unary_unary("/etcdserverpb.KV/Compact", serialize, parse)(
+            proto.CompactionRequest(revision=revision), timeout=10
+        )
 
 
 Backend = tuple[Callable[[], Store], Callable[[int], None], Callable[[float], None]]
