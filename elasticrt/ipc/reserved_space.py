@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from functools import cache
-from typing import Any
+
+from elasticrt.ipc.leash import LIBC
 
 # FALLOC_FL_KEEP_SIZE: the file's size stays as it is, so readers see nothing of the reserved room.
 KEEP_SIZE = 1
@@ -14,22 +14,14 @@ KEEP_SIZE = 1
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-@cache
-def _fallocate() -> Any:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return found
-
-
 def reserve_space(fd: int, size: int) -> None:
     """Reserve `size` bytes beyond the end of the file. Its size does not change.
 
-    Does nothing if the C library or the file system cannot reserve. Raises OSError if there is no such room; what was
+    Does nothing if the file system cannot reserve. Raises OSError if there is no such room; what was
     reserved before remains.
     """
-    fallocate = _fallocate()
-    if fallocate is not None and fallocate(fd, KEEP_SIZE, os.fstat(fd).st_size, size) and ctypes.get_errno() in FULL:
+    end = ctypes.c_int64(os.fstat(fd).st_size)
+    if LIBC.fallocate(fd, KEEP_SIZE, end, ctypes.c_int64(size)) and ctypes.get_errno() in FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
