@@ -32,11 +32,9 @@ LOOK_S = 0.5
 LINGER_S = 30.0
 """A run without members may go on: its server waits this many seconds for the next one."""
 
-AFTER_RESULT_S = 1.0
-"""A run that has its result is over this many seconds after its last member has left."""
-
 FOUND_S = 5.0
-"""An agent that has just found the server of an ended run gets this many seconds to become a member."""
+"""A run that has its result is over this many seconds after its last member has left. An agent that has just found its
+server gets as long to become a member."""
 
 LEAVE_S = 60.0
 """How many seconds members may take to hand over and leave after SIGTERM, which they have got as well."""
@@ -54,8 +52,8 @@ class ServerDemand:
     def __init__(self, store: Store, run_id: str, now: float) -> None:
         self._store = store
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
-        # When there last was a member, and when an agent last found the server.
-        self._left_at = self._found_at = now
+        # When there last was a member, or an agent found the server.
+        self._used_at = now
         self._touched_ns, self._end_by, self._members_leave = 0, float("inf"), False
 
     def note_leaving(self, by: float) -> None:
@@ -69,12 +67,12 @@ class ServerDemand:
         be a member.
         """
         if touched_ns != self._touched_ns:
-            self._touched_ns, self._found_at = touched_ns, now
+            self._touched_ns, self._used_at = touched_ns, now
         if now >= self._end_by:
             return True
         try:
             if self._store.read(self._members, limit=1).keys:
-                self._left_at = now
+                self._used_at = now
                 return False
             if self._members_leave:
                 return True
@@ -82,8 +80,7 @@ class ServerDemand:
         except StoreError:
             # A server that does not answer counts as needed until it does.
             return False
-        after_leaving_s, after_finding_s = (AFTER_RESULT_S, FOUND_S) if has_result else (LINGER_S, LINGER_S)
-        return now >= max(self._left_at + after_leaving_s, self._found_at + after_finding_s)
+        return now >= self._used_at + (FOUND_S if has_result else LINGER_S)
 
 
 def restart_if_terminated(etcd: EtcdProcess) -> bool:

@@ -37,16 +37,16 @@ def test_members_are_counted() -> None:
 
 
 def test_a_run_with_its_result_needs_no_server() -> None:
-    """A second after the last member has left it is over; who has just found the server gets time to register."""
+    """Soon after the last member has left it is over; who has just found the server gets time to register."""
     server = MemoryServer(lambda: 0.0)
     store = MemoryStore(server)
     store.commit(Txn((), (Put("/elasticrt/r/members/a", b""), Put("/elasticrt/r/result/1", b""))))
     demand = ServerDemand(store, "r", 0.0)
     assert not demand.is_over(1, 100.0)
     store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
-    assert [demand.is_over(1, now) for now in (100.9, 104.9)] == [False, False], "found at 100 s"
-    assert demand.is_over(1, 105.0)
+    assert [demand.is_over(1, now) for now in (104.9, 105.0)] == [False, True]
+    assert [demand.is_over(2, now) for now in (106.0, 110.9, 111.0)] == [False, False, True], "found at 106 s"
     store.commit(Txn((), (Put("/elasticrt/r/members/a", b""),)))
-    assert not demand.is_over(1, 200.0)
+    assert not demand.is_over(2, 200.0)
     store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
-    assert [demand.is_over(1, now) for now in (200.9, 201.0)] == [False, True]
+    assert [demand.is_over(2, now) for now in (204.9, 205.0)] == [False, True]
