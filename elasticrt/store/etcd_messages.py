@@ -8,19 +8,9 @@ from elasticrt.store import proto
 from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, Txn
 
 
-def encode_key(key: str) -> bytes:
-    """A key as bytes: UTF-8. Bytes that `decode_key` could not decode come out as they were."""
-    return key.encode("utf-8", "surrogateescape")
-
-
-def decode_key(key: bytes) -> str:
-    """A key as text. It never raises: bytes of a foreign key that are not UTF-8 become lone surrogates."""
-    return key.decode("utf-8", "surrogateescape")
-
-
 def key_range(range_: str) -> tuple[bytes, bytes]:
     """The `key` and `range_end` of a request. The end of a prefix is its successor of the same length."""
-    key = encode_key(range_)
+    key = range_.encode()
     return key, key[:-1] + bytes([ord("/") + 1]) if range_.endswith("/") else b""
 
 
@@ -61,14 +51,16 @@ def cancel_request(watch_id: int) -> Any:
 
 
 def key_value(kv: Any) -> KeyValue:
-    """One key as stored."""
-    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
+    """One key as stored. The name of a foreign key may be no UTF-8; our own names are."""
+    return KeyValue(kv.key.decode(errors="replace"), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(message: Any) -> Event:
     """One change."""
     is_deletion = message.type == proto.Event.EventType.Value("DELETE")
-    return Event(decode_key(message.kv.key), None if is_deletion else key_value(message.kv), message.kv.mod_revision)
+    return Event(
+        message.kv.key.decode(errors="replace"), None if is_deletion else key_value(message.kv), message.kv.mod_revision
+    )
 
 
 def snapshot(response: Any) -> RangeRead:
@@ -85,14 +77,14 @@ def store_id(header: Any) -> str:
 def _compare(compare: Compare) -> Any:
     target = proto.Compare.CompareTarget.Value(compare.target.upper())
     # The default of `result` is "equal".
-    message = proto.Compare(key=encode_key(compare.key), target=target)
+    message = proto.Compare(key=compare.key.encode(), target=target)
     setattr(message, compare.target + ("_revision" if compare.target in ("create", "mod") else ""), compare.expected)
     return message
 
 
 def _operation(operation: Any) -> Any:
     if isinstance(operation, Put):
-        put = proto.PutRequest(key=encode_key(operation.key), value=operation.value, lease=operation.lease)
+        put = proto.PutRequest(key=operation.key.encode(), value=operation.value, lease=operation.lease)
         return proto.RequestOp(request_put=put)
     key, end = key_range(operation.key)
     return proto.RequestOp(request_delete_range=proto.DeleteRangeRequest(key=key, range_end=end))
