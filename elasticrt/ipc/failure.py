@@ -137,7 +137,11 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
             the same words, so torch's communication must appear in the message or in the traceback.
     """
     chain = [(exception, message), *exceptions_in(callstack)]
-    return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
+    return any(
+        name.rpartition(".")[2] in _NETWORK_TYPES
+        or (PEER_IS_GONE.search(text) is not None and is_of_a_collective(name, text, callstack))
+        for name, text in chain
+    )
 
 
 def in_words(message: str) -> str:
@@ -157,14 +161,6 @@ def is_of_a_collective(exception: str, message: str, callstack: str = "") -> boo
     return name in _NETWORK_TYPES | _COLLECTIVE_TYPES and bool(
         name.startswith("Dist") or _COMMUNICATION.search(message) or _COMMUNICATION.search(callstack)
     )
-
-
-def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:
-    if name in _NETWORK_TYPES:
-        return True
-    if name not in _COLLECTIVE_TYPES or not PEER_IS_GONE.search(text):
-        return False
-    return name.startswith("Dist") or bool(_COMMUNICATION.search(text) or _COMMUNICATION.search(callstack))
 
 
 _EXCEPTION_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
