@@ -7,14 +7,9 @@ place.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-import unicodedata
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TextIO
 
 from elasticrt.ipc.std_streams import emit, held
@@ -28,17 +23,6 @@ owner draws it next."""
 def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
     """Whether `stream` is a terminal that can erase a line."""
     return stream is not None and stream.isatty() and env.get("TERM", "") not in ("", "dumb", "unknown")
-
-
-def fitted(text: str, columns: int) -> str:
-    """As much of `text` as `columns` of a terminal can show, with an ellipsis if that is not all."""
-    ends = list(accumulate(map(_columns, text)))
-    return text if not ends or ends[-1] <= columns else text[: bisect_right(ends, columns - 1)] + "…"
-
-
-def _columns(letter: str) -> int:
-    """The columns that a character takes: 0 if it combines with the one before, 2 for wide East Asian characters."""
-    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
 class LastLine:
@@ -77,18 +61,8 @@ class LastLine:
         if self._unfinished or not (self._text or self._there):
             return
         self._there, self._drawn_at = bool(self._text), time.monotonic()
-        # One column stays free: a line that fills the last column makes the terminal begin another one.
-        shown = fitted(plain(self._text), self._width() - 1)
-        self._put("\r" + (f"\x1b[1m{shown}\x1b[0m" if shown else "") + "\x1b[K")
-
-    def _width(self) -> int:
-        """The columns of the terminal, by COLUMNS if that is set; 80 if unknown."""
-        try:
-            there = os.get_terminal_size(self._stream.fileno())
-        # The terminal was closed.
-        except (OSError, ValueError):
-            there = os.terminal_size((0, 0))
-        return shutil.get_terminal_size((there.columns or 80, there.lines)).columns
+        # Without its wrapping (DECAWM) the terminal itself cuts a line that is longer than its row.
+        self._put("\r\x1b[K" + (f"\x1b[?7l\x1b[1m{plain(self._text)}\x1b[0m\x1b[?7h" if self._text else ""))
 
     def _put(self, text: str) -> None:
         try:

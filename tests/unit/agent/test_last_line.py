@@ -13,7 +13,7 @@ import pytest
 from elasticrt import events
 from elasticrt.agent.console import Console
 from elasticrt.agent.doing import Doing, doing, in_words
-from elasticrt.agent.last_line import LastLine, fits, fitted
+from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.rendezvous.decision import Leave, Me, Register, Run, Wait
@@ -305,7 +305,6 @@ def test_the_goodput_of_the_last_line_is_that_of_the_run(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "300")
     options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
     edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
     console = Console(SimpleNamespace(node="a", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
@@ -387,21 +386,11 @@ def screen(written: str) -> list[str]:
     return lines[:-1]
 
 
-@pytest.mark.parametrize(
-    ("text", "columns", "shown"),
-    [
-        ("step 1", 6, "step 1"),
-        ("step 12", 6, "step …"),
-        ("", 6, ""),
-        ("\u6b65\u9aa4 1", 6, "\u6b65\u9aa4 1"),
-        ("\u6b65\u9aa4\u6b65 1", 6, "\u6b65\u9aa4…"),
-        ("e\u0301tape 1", 6, "e\u0301tape…"),
-    ],
-    ids=["fits", "is cut", "nothing", "wide letters", "wide letters are cut", "a letter of two characters"],
-)
-def test_a_line_takes_no_more_than_its_row(text, columns, shown):
-    """What is longer ends with an ellipsis; a letter may take two columns, or none."""
-    assert fitted(text, columns) == shown
+def test_a_line_takes_no_more_than_its_row():
+    """The terminal cuts it: the line is written while the terminal does not wrap, as it does again after that."""
+    terminal = io.StringIO()
+    LastLine(terminal).draw("step 1 of many")
+    assert re.fullmatch(r"\r\x1b\[K\x1b\[\?7l.*step 1 of many.*\x1b\[\?7h", terminal.getvalue())
 
 
 @pytest.mark.parametrize(("term", "there"), [("xterm", True), ("dumb", False), ("", False)])
