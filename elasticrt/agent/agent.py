@@ -39,10 +39,9 @@ from elasticrt.errors import (
     explain,
 )
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Request, Step, Warm
+from elasticrt.ipc.messages import Request, Step
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
-from elasticrt.liveness.stacks import Stacks
 from elasticrt.rendezvous.decision import (
     AdoptSpec,
     Decision,
@@ -64,8 +63,7 @@ from elasticrt.rendezvous.view import View
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
-from elasticrt.workers.fork_server import ParentLost
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage
 
 log = logging.getLogger(__name__)
 
@@ -330,13 +328,7 @@ class Agent(WorkerSide):
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
         """See `WorkerSide`."""
-        match decision:
-            case Hold(_, handover):
-                self.supervisor.hold(handover)
-            case Go(_, step, save):
-                self.supervisor.go(step, save=save)
-            case ReleaseHold():
-                self.supervisor.release()
+        self.supervisor.hand_over(decision)
 
     def handle(self, event: Any) -> None:
         """See `WorkerSide`."""
@@ -349,16 +341,14 @@ class Agent(WorkerSide):
             case Commit():
                 self.last_commit, took_s = event, round(self.supervisor.saving_s(), 3)
                 self.console.committed(events.Committed(event.reached, event.generation, event.size, took_s))
-            case Warm() | ParentLost() | WorkerStarted() | WorkerMessage() | WorkerEnded() | GroupEnded():
+            case Positions(generation, nodes, by_node):
+                self.supervisor.find_culprit(generation, nodes, by_node)
+            case _:
                 self.supervisor.fold(event)
                 if isinstance(event, WorkerMessage) and isinstance(event.message, Step):
                     self.console.note_step(event.generation, event.rank, event.message)
                 if self.supervisor.misfit is not None and not self._is_leaving:
                     self._begin_to_leave("the script of this node is not the run's")
-            case Stacks():
-                self.supervisor.stalled(event)
-            case Positions(generation, nodes, by_node):
-                self.supervisor.find_culprit(generation, nodes, by_node)
 
     # Joining.
 

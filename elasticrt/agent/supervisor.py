@@ -1,6 +1,6 @@
 """Supervises this node's workers: decides when to start, re-seat and end them, and describes their state to the agent.
 
-The agent passes events to `fold`, carries out decisions by `run`, `hold`, `go` and so on, calls `do_what_is_due` in
+The agent passes events to `fold`, carries out decisions by `run`, `hand_over` and so on, calls `do_what_is_due` in
 each turn of its loop, and reads the state by `describe`. New workers of a generation start after three things have
 happened, in any order: the agent has decided to run the generation, the worker parent is warm, and the workers of the
 generation before have ended.
@@ -47,7 +47,7 @@ from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.watched_workers import WatchedWorkers
-from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.decision import Go, Hold, Me, ReleaseHold
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 from elasticrt.story.sentences import unsaved
@@ -55,7 +55,7 @@ from elasticrt.workers.failures import lost_peer, stopped_failure
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, parents_keep_dying, write_parent_warm
 from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group_state import GroupState
-from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerMessage, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerMessage, WorkerStarted
 
 if TYPE_CHECKING:
     from elasticrt.agent.edges import Edges
@@ -72,7 +72,7 @@ class Supervisor:
 
     Args:
         settings: the agent's settings.
-        put: queues an event for the agent's loop, which passes it to `fold` or `stalled`. Any thread may call `put`.
+        put: queues an event for the agent's loop, which passes it to `fold`. Any thread may call `put`.
         event_log: the node's event log.
         say: prints a line for people.
         edges: clock, processes, files and sockets.
@@ -445,7 +445,24 @@ class Supervisor:
                 self._end_workers()
         self._start_if_possible()
 
-    def hold(self, handover: int) -> None:
+    def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+        """Hold the workers, tell them the last step, or let them go on because the handover was given up."""
+        match decision:
+            case Hold(_, handover):
+                self._hold(handover)
+            case Go(_, step, save):
+                self._state = replace(self._state, going=step)
+                # `save` first: a worker that sees `go` reads `save` next.
+                for page in self.pages.of_seated(self._state):
+                    page.save = int(save)
+                    page.go = step
+            case ReleaseHold():
+                self.progress.generation_kept()
+                self._state = replace(self._state, holding=0, entered=0, going=0)
+                for page in self.pages.of_seated(self._state):
+                    page.stop = page.go = 0
+
+    def _hold(self, handover: int) -> None:
         """Make all workers hold at the end of their present step, and note the furthest step that one has entered.
 
         `handover`: the create revision of the handover's record.
@@ -464,21 +481,6 @@ class Supervisor:
         entered = [page.entered for page in pages]
         furthest = max(entered) if entered and all(entered) else 0
         self._state = replace(self._state, holding=handover, entered=furthest, going=0)
-
-    def go(self, step: int, *, save: bool) -> None:
-        """Tell the holding workers the `step` after which all leave; with `save` rank 0 commits a checkpoint before."""
-        self._state = replace(self._state, going=step)
-        # `save` first: a worker that sees `go` reads `save` next.
-        for page in self.pages.of_seated(self._state):
-            page.save = int(save)
-            page.go = step
-
-    def release(self) -> None:
-        """Let the workers go on, because the handover was given up."""
-        self.progress.generation_kept()
-        self._state = replace(self._state, holding=0, entered=0, going=0)
-        for page in self.pages.of_seated(self._state):
-            page.stop = page.go = 0
 
     # Ends.
 
@@ -669,7 +671,7 @@ class Supervisor:
 
     # Events.
 
-    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerMessage | WorkerEnded | GroupEnded) -> None:
+    def fold(self, event: GroupEvent | Stacks) -> None:
         """Take note of `event`, and do what follows from it on this node."""
         match event:
             case Warm():
@@ -685,6 +687,8 @@ class Supervisor:
                 self._worker_message(event)
             case WorkerEnded():
                 self._worker_ended(event)
+            case Stacks():
+                self._stalled(event)
             case GroupEnded(generation=generation):
                 # Given-up workers have counted as ended already, but their processes may have lived until now. New
                 # workers start only after the last process has ended.
@@ -714,7 +718,7 @@ class Supervisor:
     def _is_current(self, event: WorkerMessage | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
 
-    def stalled(self, event: Stacks) -> None:
+    def _stalled(self, event: Stacks) -> None:
         """Take note of the stacks of workers that make no step, or are late for their seats.
 
         Stacks that are final make the workers fail. The next generation ends them, not this method: if their processes
