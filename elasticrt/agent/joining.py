@@ -61,23 +61,16 @@ class JoiningWorkers:
         if not self.new and not self.ranks and self.retry_at is None:
             self._wait_s = JOIN_AGAIN_S
 
-    def lost(self, local_rank: int) -> bool:
-        """Note that the worker of `local_rank`, which had a seat, has ended. Returns whether it was new there."""
-        self.ending.discard(local_rank)
-        was_new = local_rank in self.new
-        self.new.discard(local_rank)
-        return was_new
+    def ended(self, local_rank: int, *, seated: bool) -> bool:
+        """Note that a worker has ended, which had a seat (`seated`) or set up. Returns whether it was new, or set up.
 
-    def ended(self, local_rank: int, now: float) -> float | None:
-        """Note that a worker without a seat has ended at `now`. Returns the seconds to the next try.
-
-        None for a worker that does not count any more, because it was given up or all joining was stopped.
+        False as well for a worker that does not count any more, because it was given up or all joining was stopped.
         """
         self.ending.discard(local_rank)
-        if local_rank not in self.ranks:
-            return None
-        self.ranks.discard(local_rank)
-        return self.failed(now)
+        among = self.new if seated else self.ranks
+        counts = local_rank in among
+        among.discard(local_rank)
+        return counts
 
     def failed(self, now: float) -> float:
         """Note that a worker has failed at `now` before its first step. Returns the seconds to the next try."""

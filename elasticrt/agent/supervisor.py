@@ -812,32 +812,23 @@ class Supervisor:
         if failure is not None:
             ended = replace(ended, failure=failure.summary, collateral=failure.collateral)
         self._events.write(ended)
-        if event.failure is not None and suspects_gpu(event.failure.summary):
-            self._check.doubt(event.failure.summary)
-        if event.failure is not None and event.failure.misfit:
-            self.misfit = event.failure
-        if event.generation == 0:
-            self._joining_ended(event)
-            return
-        if self.pages.has_stepped(event.local_rank, event.generation):
+        seated, failure = event.generation > 0, event.failure
+        if failure is not None and suspects_gpu(failure.summary):
+            self._check.doubt(failure.summary)
+        if failure is not None and failure.misfit:
+            self.misfit = failure
+        if seated and self.pages.has_stepped(event.local_rank, event.generation):
             # Its message about the first step may have arrived after its generation was over, and been ignored.
             self._joining.trained(event.local_rank)
-        if self._joining.lost(event.local_rank) and event.failure is not None and not event.failure.collateral:
+        counts = self._joining.ended(event.local_rank, seated=seated)
+        if counts and (not seated or (failure is not None and not failure.collateral)):
+            how = "worker that has just joined failed before its first step"
+            how = how if seated else "new worker failed during its set-up"
+            what = failure.summary if failure is not None else f"exit code {event.code}"
             wait_s = self._joining.failed(self._clock.monotonic())
-            how = "a worker that has just joined failed before its first step"
-            self._say_next_try(how, event.failure.summary, wait_s)
-        if self._is_current(event):
+            self._say(f"a {how}: {what}; another try in {wait_s:g} s, if the run goes on")
+        if seated and self._is_current(event):
             self._seated_ended(event)
-
-    def _joining_ended(self, event: WorkerEnded) -> None:
-        """Take note that a worker that set up beside the training has ended."""
-        wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
-        if wait_s is not None:
-            what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
-            self._say_next_try("a new worker failed during its set-up", what, wait_s)
-
-    def _say_next_try(self, how: str, what: str, wait_s: float) -> None:
-        self._say(f"{how}: {what}; another try in {wait_s:g} s, if the run goes on")
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """Take note that a worker of the present generation has ended."""

@@ -33,7 +33,7 @@ def test_who_is_given_up_is_ended_before_another_is_started() -> None:
     joining.give_up({2: 4711}, now=1.5)
     assert (joining.ranks, joining.ending) == ({1}, {2})
     assert joining.start(3, {0}, now=2.0) == []
-    assert joining.ended(2, now=3.0) is None, "nobody failed, so there is no delay"
+    assert not joining.ended(2, seated=False), "nobody failed, so there is no delay"
     assert joining.start(3, {0}, now=3.0) == [2]
 
 
@@ -48,8 +48,10 @@ def test_those_that_may_not_join_are_not_gone_before_they_have_ended() -> None:
 def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     """W09: while it sets up, or once it is let in: else the others are held up all the time. A step ends the delay."""
     joining = _beside()
-    assert joining.ended(1, now=2.0) == 1.0
-    assert joining.ended(2, now=2.5) == 0.5, "of workers that were started together all are tried again together"
+    assert joining.ended(1, seated=False)
+    assert joining.failed(now=2.0) == 1.0
+    assert joining.ended(2, seated=False)
+    assert joining.failed(now=2.5) == 0.5, "of workers that were started together all are tried again together"
     assert joining.start(3, {0}, now=2.9) == []
     assert joining.start(3, {0}, now=3.0) == [1, 2]
     joining.ranks.discard(2)
@@ -66,11 +68,11 @@ def test_who_fails_before_its_first_step_waits_longer_each_time() -> None:
     joining.let_in({0, 1, 2})
     joining.trained(2)
     joining.trained(0)
-    assert joining.lost(1), "it has not made a step, so the delay goes on to grow"
+    assert joining.ended(1, seated=True), "it has not made a step, so the delay goes on to grow"
     assert joining.failed(now) == 60.0
     assert joining.start(3, {0, 2}, now + 60.0) == [1]
     joining.trained(0)
     joining.let_in({0, 1, 2})
     joining.trained(1)
-    assert not joining.lost(1)
+    assert not joining.ended(1, seated=True)
     assert joining.failed(now) == 1.0
