@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from elasticrt.ipc.proc import state_of, text_of
 from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL, StatusPage
 from elasticrt.ipc.time_bounds import STACKS_ASKED_S, STACKS_LOOK_S, STACKS_RUNS_S, STACKS_S_MAX
 from elasticrt.liveness.culprit import STATES
+from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
@@ -51,32 +52,27 @@ class Stacks:
     ended: str = ""
 
 
-def take(
-    workers: Mapping[int, tuple[int, StatusPage]],
-    look: Callable[[], None],
-    signal: Callable[[int, Sequence[int]], None],
-    put: Callable[[Stacks], None],
-    blank: Stacks,
-) -> None:
-    """Take the stacks of `workers` in the background, within about STACKS_S_MAX seconds.
+def take(group: WorkerGroup, put: Callable[[Stacks], None], blank: Stacks, local_ranks: Collection[int]) -> None:
+    """Take the stacks of workers in the background, within about STACKS_S_MAX seconds.
 
     Args:
-        workers: the process id and the status page of each worker, by local rank.
-        look: sends all of them the message that asks for stacks.
-        signal: sends a signal to the workers of some local ranks. Called on another thread.
+        group: the worker processes.
         put: takes the answer: `blank` with its lines. Called on another thread.
-        blank: the answer without lines.
+        blank: the answer without lines. It also names the generation of the workers.
+        local_ranks: the workers to ask; empty: all of that generation.
     """
+    number, pids = blank.generation, group.pids(blank.generation)
+    asked = [rank for rank in local_ranks or pids if rank in pids]
     # In this order: a `StackAnswer` notes what is on the page before the worker is asked.
-    answers = {rank: StackAnswer(pid, page) for rank, (pid, page) in workers.items()}
-    look()
+    answers = {rank: StackAnswer(pids[rank], group.page(rank, number)) for rank in asked}
+    group.ask_for_stacks(number)
 
     def work() -> None:
         began, signalled, missing = time.monotonic(), set[int](), list(answers)
         while missing and (waited_s := time.monotonic() - began) < STACKS_S_MAX:
             silent = [rank for rank in missing if rank not in signalled and answers[rank].is_to_signal(waited_s)]
             if silent:
-                signal(STACKS_SIGNAL, silent)
+                group.signal(STACKS_SIGNAL, number, silent)
                 signalled.update(silent)
             time.sleep(STACKS_LOOK_S)
             missing = [rank for rank in missing if not answers[rank].is_complete()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from elasticrt.event_log import EventLog
@@ -47,13 +46,6 @@ class WatchedWorkers:
         """Ask the workers of a generation for their stacks, which go to `put`.
 
         Args:
-            blank: the answer without lines. It also names the generation.
-            local_ranks: the workers to ask; empty: all of them.
+            blank, local_ranks: as for `stacks.take`.
         """
-        group, generation, pids = self.group, blank.generation, self.group.pids(blank.generation)
-        workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
-
-        def signal(number: int, ranks: Sequence[int]) -> None:
-            group.signal(number, generation, ranks)
-
-        self.take_stacks(workers, partial(group.ask_for_stacks, generation), signal, self.put, blank)
+        self.take_stacks(self.group, self.put, blank, local_ranks)

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -212,14 +213,19 @@ def test_stacks_are_taken_by_a_signal_only_where_the_interpreter_hangs(monkeypat
     with under(agent, monkeypatch, page_fd=page_fd):
         child = of_child(page_fd, main)
 
-        def send(number, ranks):
+        def send(number, _, ranks):
             signalled.append(ranks)
             os.kill(child, number)
 
-        workers = {3: (child, StatusPage(page_fd))}
+        group = SimpleNamespace(
+            pids=lambda _: {3: child},
+            page=lambda *_: StatusPage(page_fd),
+            ask_for_stacks=lambda _: agent.channel.send(ShowStack()),
+            signal=send,
+        )
         blank = Stacks("stalled", 1, 5, 3.0, False)
         try:
-            stacks.take(workers, lambda: agent.channel.send(ShowStack()), send, found.put, blank)
+            stacks.take(group, found.put, blank, ())
             taken = found.get(timeout=30)
         finally:
             os.kill(child, signal.SIGKILL)

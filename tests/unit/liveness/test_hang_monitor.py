@@ -169,7 +169,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
     line = '  File "/a/train.py", line 7 in stuck'
 
-    def take(_workers: object, _look: object, _signal: object, put: object, blank: Stacks) -> None:
+    def take(_group: object, _put: object, blank: Stacks, _ranks: object) -> None:
         stacks.put(replace(blank, lines={0: (line,)}))
 
     page = StatusPage(StatusPage.create())
@@ -210,7 +210,7 @@ def monitor_of_one_that_is_stuck(
     """A monitor to which each look shows the same line, the stacks that it takes, and the events that it writes."""
     found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
 
-    def take(_workers: object, _look: object, _signal: object, put: Callable[[Stacks], None], blank: Stacks) -> None:
+    def take(_group: object, put: Callable[[Stacks], None], blank: Stacks, _ranks: object) -> None:
         put(replace(blank, lines={0: tuple(lines)}))
 
     monitor, kept = monitor_of_one(directory, page, put=found.put, take_stacks=take, **parts)
@@ -407,7 +407,7 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
     kept: list[Stacks] = []
     page = StatusPage(StatusPage.create())
 
-    def take(_workers: object, _look: object, _signal: object, _put: object, blank: Stacks) -> None:
+    def take(_group: object, _put: object, blank: Stacks, _ranks: object) -> None:
         kept.append(blank)
 
     monitor, _ = monitor_of_one(tmp_path, page, hang_s=12.0, state_of=lambda _: "T", take_stacks=take)
