@@ -1,33 +1,29 @@
 """Lists this machine's network interfaces and their addresses. Gloo and NCCL take names of interfaces, not addresses.
 
-Python's standard library has no function for that, so this file calls `getifaddrs` of the C library.
+Python's standard library has no function for that, so this file asks the kernel.
 """
 
 from __future__ import annotations
 
-import ctypes
+import array
+import fcntl
 import ipaddress
+import os
 import socket
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.proc import text_of
 
 LOOPBACK = "lo"
 
-_ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
-"""The offset and the length of the address in a `struct sockaddr`, by address family."""
+_SIOCGIFCONF = 0x8912
+"""The request for all IPv4 addresses. The answer fills an array of `struct ifreq`."""
 
-
-class _Entry(ctypes.Structure):
-    """The beginning of a `struct ifaddrs`. Its fields follow below, because one of them points to the same type."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
+_IFREQ = struct.Struct("16s4x4s16x")
+"""The name of the interface and the address in a `struct ifreq`."""
 
 
 def interface_of(address: str) -> str:
@@ -77,19 +73,13 @@ def check_loopback() -> None:
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """Each IPv4 and IPv6 address of this machine, with the name of its interface."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)) != 0:
-        raise OSError(ctypes.get_errno(), "getifaddrs failed")
-    try:
-        entry = first
-        while entry:
-            fields = entry.contents
-            if fields.address:
-                offset, length = _ADDRESS_AT.get(ctypes.c_ushort.from_address(fields.address).value, (0, 0))
-                if length:
-                    packed = ctypes.string_at(fields.address + offset, length)
-                    yield fields.name.decode(errors="surrogateescape"), ipaddress.ip_address(packed)
-            entry = fields.next
-    finally:
-        libc.freeifaddrs(first)
+    room = array.array("B", bytes(1024 * _IFREQ.size))
+    with socket.socket(type=socket.SOCK_DGRAM) as any_socket:
+        # A `struct ifconf`: the size of the array, and its address. The kernel replaces the size.
+        asked = struct.pack("iP", len(room), room.buffer_info()[0])
+        size, _ = struct.unpack("iP", fcntl.ioctl(any_socket, _SIOCGIFCONF, asked))
+    for name, packed in _IFREQ.iter_unpack(room[:size]):
+        yield os.fsdecode(name.rstrip(b"\0")), ipaddress.ip_address(packed)
+    for line in text_of(Path("/proc/net/if_inet6")).splitlines():
+        digits, *_, device = line.split()
+        yield device, ipaddress.ip_address(bytes.fromhex(digits))
