@@ -39,35 +39,23 @@ _CAUSES = (
         suspect=True,
     ),
     GpuCause(
-        "an uncorrectable ECC error of the GPU's memory",
-        _RESET,
-        r"uncorrectable (ECC|memory) error|ECC uncorrectable|Xid\b.*?: (48|63|64|94|95)\b",
-        suspect=True,
-    ),
-    GpuCause(
-        "an uncorrectable NVLink error",
-        "Look at `nvidia-smi nvlink --errorcounters`. " + _RESET,
-        r"uncorrectable NVLink error|Xid\b.*?: 74\b",
-        suspect=True,
-    ),
-    GpuCause(
-        "the GPU's own firmware has stopped", _RESET, r"Xid\b.*?: (61|62|119|120)\b|GSP RPC timeout", suspect=True
-    ),
-    GpuCause(
-        "the GPU cannot be used",
-        "See `nvidia-smi`: another process may hold it in exclusive mode, or it needs a reset",
+        "a fault of the GPU: of its memory (ECC), an NVLink, or its own firmware",
+        "`nvidia-smi -q` and `nvidia-smi nvlink --errorcounters` show which. " + _RESET,
         (
-            r"hardware stack error|CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device is "
-            r"detected|CUDA devices are busy or unavailable|cudaErrorDevicesUnavailable"
+            r"uncorrectable (ECC|memory|NVLink) error|ECC uncorrectable|GSP RPC timeout|"
+            r"Xid\b.*?: (48|61|62|63|64|74|94|95|119|120)\b"
         ),
         suspect=True,
     ),
     GpuCause(
-        "the NVIDIA driver of this node is not ready",
-        "Check the driver, and nvidia-fabricmanager on machines with NVSwitch",
+        "the GPU cannot be used, or its driver is not ready",
+        "See `nvidia-smi`: another process may hold it, it may need a reset, or the driver (with NVSwitch also "
+        "nvidia-fabricmanager) does not run",
         (
-            r"system not yet initialized|system driver mismatch|driver version is insufficient|driver shutting down|"
-            r"Driver/library version mismatch"
+            r"hardware stack error|CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device is "
+            r"detected|CUDA devices are busy or unavailable|cudaErrorDevicesUnavailable|system not yet "
+            r"initialized|system driver mismatch|driver version is insufficient|driver shutting down|Driver/library "
+            r"version mismatch"
         ),
         suspect=True,
     ),
