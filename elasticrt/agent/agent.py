@@ -313,12 +313,10 @@ class Agent(WorkerSide):
         self.console.events.write(events.EtcdAway(round(now - since, 1) if since else 0.0, problem, fresh, etcd))
         self.away_since = since if problem else None
 
-    def alarms(self, now: float) -> Iterable[float]:
+    def alarms(self, now: float) -> Iterable[float | None]:
         """See `WorkerSide`."""
-        alarms = [self.drain_until, self.alone_at, *self.supervisor.alarms(), *self.console.alarms(now)]
-        if self.health is not None:
-            alarms.append(self.health.state.turned_at + TURN_S)
-        return [at for at in alarms if at is not None]
+        turn_at = self.health.state.turned_at + TURN_S if self.health is not None else None
+        return [turn_at, self.drain_until, self.alone_at, *self.supervisor.alarms(), *self.console.alarms(now)]
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `WorkerSide`."""

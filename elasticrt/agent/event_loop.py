@@ -94,8 +94,11 @@ class WorkerSide:
     def do_what_is_due(self, now: float) -> None:
         """Do what is due at `now` (seconds of the monotonic clock)."""
 
-    def alarms(self, now: float) -> Iterable[float]:
-        """The times after `now` at which to decide again even if no event has come. Seconds of the monotonic clock."""
+    def alarms(self, now: float) -> Iterable[float | None]:
+        """The times after `now` at which to decide again even if no event has come, or None.
+
+        They are seconds of the monotonic clock.
+        """
         del now
         return ()
 

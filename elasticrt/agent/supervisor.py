@@ -192,12 +192,11 @@ class Supervisor:
             leave_after_step=state.going,
         )
 
-    def alarms(self) -> list[float]:
-        """The times, in seconds of the monotonic clock, at which `do_what_is_due` may have something to do."""
+    def alarms(self) -> list[float | None]:
+        """The times, in seconds of the monotonic clock, at which `do_what_is_due` may have something to do, or None."""
         again_at = self._joining.retry_at if self._can_start_beside() else None
         kill_at = self._kill_deadline[1] if self._kill_deadline else None
-        alarms = (self._check_seats_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at())
-        return [at for at in alarms if at is not None]
+        return [self._check_seats_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at()]
 
     def doing(self) -> str:
         """What the workers do before their first step, in words; "" when they train, or when there are none."""
@@ -598,11 +597,15 @@ class Supervisor:
             return
         (generation, seat), self._pending = self._pending, None
         self._state, self._check_seats_at = self._state.started(generation, seat), None
+        self._begin(generation)
+        # A forked worker inherits the store's listening socket. A worker that is a new program binds the port anew.
+        self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
+
+    def _begin(self, generation: Generation) -> None:
+        """Note that workers are being started, or get new seats, for `generation`."""
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._events.write(_begun(generation, self._names))
-        # A forked worker inherits the store's listening socket. A worker that is a new program binds the port anew.
-        self.seating.start(generation, seat, self.progress.last, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:
         """Send living workers their seats in `generation`, which goes on in place.
@@ -622,9 +625,7 @@ class Supervisor:
         # is spared while it works. If it is still late at the next change, of any kind, it still does the same work.
         still = self._spares_busy and not all(self.pages.took_seat(before, rank) for rank, _ in lives)
         self._spares_busy = still or generation.kind in ("join", "drain", "resize")
-        self.progress.began()
-        self.hangs.began(self._clock.monotonic())
-        self._events.write(_begun(generation, self._names))
+        self._begin(generation)
         ranks = self.seating.reseat(generation, seat, chosen)
         self._joining.let_in(ranks)
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}

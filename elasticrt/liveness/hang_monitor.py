@@ -19,10 +19,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from elasticrt import events
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S
+from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, STOPPED_S
 from elasticrt.liveness.culprit_search import CulpritSearch
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, IdleWorkers, StoppedWorkers
+from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, IdleWorkers, stopped_since
 from elasticrt.liveness.step_watch import StepWatch
 from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import stalled_failure
@@ -41,7 +41,8 @@ class HangMonitor:
         self.steps = StepWatch(workers)
         self.search = CulpritSearch(workers, self.steps)
         self._hang_s = workers.settings.options.hang_timeout_s
-        self._stopped = StoppedWorkers()
+        self._stopped_since: dict[int, float] = {}
+        self._stopped_looked_at = 0.0
         self._stopped_look_at: float | None = None
         self.began(0.0)
 
@@ -59,23 +60,23 @@ class HangMonitor:
         # makes the first answer False.
         self._cpu_used = now, math.inf
 
-    def wake_at(self) -> list[float]:
-        """The times at which to look again."""
-        times = (self.steps.wake_at(), self._idle_look_at, *self.search.wake_at(), self._stopped_look_at)
-        return [at for at in times if at is not None]
+    def wake_at(self) -> list[float | None]:
+        """The times at which to look again, or None."""
+        return [self.steps.wake_at(), self._idle_look_at, *self.search.wake_at(), self._stopped_look_at]
 
     def stopped(self, now: float, pids: Collection[int]) -> frozenset[int]:
         """Return those of the worker processes `pids` that a signal has stopped for at least STOPPED_S.
 
         Without --hang-timeout, and between two looks, there are none.
         """
-        if not self._hang_s or now - self._stopped.looked_at < LOOK_S:
+        if not self._hang_s or now - self._stopped_looked_at < LOOK_S:
             return frozenset()
-        # A process in a debugger is in state "t" and is left alone. `began` does not reset `_stopped`, because a worker
-        # may get another seat while it is stopped.
-        self._stopped = self._stopped.looked([pid for pid in pids if self._workers.state_of(pid) == "T"], now)
-        self._stopped_look_at = now + LOOK_S if pids else None
-        return self._stopped.over(now)
+        # A process in a debugger is in state "t" and is left alone. `began` does not reset `_stopped_since`, because a
+        # worker may get another seat while it is stopped.
+        stopped = [pid for pid in pids if self._workers.state_of(pid) == "T"]
+        self._stopped_since = stopped_since(self._stopped_since, self._stopped_looked_at, stopped, now)
+        self._stopped_looked_at, self._stopped_look_at = now, now + LOOK_S if pids else None
+        return frozenset(pid for pid, at in self._stopped_since.items() if now - at >= STOPPED_S)
 
     def are_busy(self, now: float, pids: Collection[int], age_s: float) -> bool:
         """Whether the workers `pids`, which have been late for `age_s`, have used processor time since the last call.

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S
 
 # The usual time of a step is the median of so many measurements, so that a single slow or fast step does not matter.
 STEPS_KEPT = 9
@@ -162,30 +162,22 @@ class WatchedStandstill:
         return replace(self, ask_at=tuple(at for at in self.ask_at if at > now))
 
 
-@dataclass(frozen=True)
-class StoppedWorkers:
-    """Workers that a signal has stopped.
+def stopped_since(
+    before: Mapping[int, float], looked_at: float, stopped: Collection[int], now: float
+) -> dict[int, float]:
+    """When each process that a signal has stopped was first seen stopped, by process id.
 
-    Attributes:
-        since: when each of them was first seen stopped, by process id.
-        looked_at: when the last look was.
+    If the agent itself was stopped or suspended since the last look, all times count from now: the workers may have
+    been stopped with the agent, and may be about to go on like it.
+
+    Args:
+        before: the answer of the last look.
+        looked_at: when that look was, in seconds of the monotonic clock.
+        stopped: the processes that are stopped at this look.
+        now: when this look is.
     """
-
-    since: Mapping[int, float] = field(default_factory=dict)
-    looked_at: float = 0.0
-
-    def looked(self, stopped: Collection[int], now: float) -> StoppedWorkers:
-        """Return the value after a look at `now`, which saw these processes `stopped`.
-
-        If the agent itself was stopped or suspended meanwhile, all times count from now: the workers may have been
-        stopped with the agent, and may be about to go on like it.
-        """
-        before = {} if now - self.looked_at > AWAY_S else self.since
-        return StoppedWorkers({pid: before.get(pid, now) for pid in stopped}, now)
-
-    def over(self, now: float) -> frozenset[int]:
-        """The processes that have been stopped for at least STOPPED_S at `now`."""
-        return frozenset(pid for pid, at in self.since.items() if now - at >= STOPPED_S)
+    known = {} if now - looked_at > AWAY_S else before
+    return {pid: known.get(pid, now) for pid in stopped}
 
 
 @dataclass(frozen=True)

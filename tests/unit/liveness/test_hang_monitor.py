@@ -21,11 +21,12 @@ from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import cpu_s, state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, StatusPage
+from elasticrt.ipc.time_bounds import STOPPED_S
 from elasticrt.liveness.culprit import Position
 from elasticrt.liveness.culprit_search import positions_in
 from elasticrt.liveness.hang_monitor import HangMonitor, where
 from elasticrt.liveness.stacks import StackAnswer, Stacks, main_thread
-from elasticrt.liveness.stall_detector import IdleWorkers, StoppedWorkers
+from elasticrt.liveness.stall_detector import IdleWorkers, stopped_since
 from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.group_state import GroupState
@@ -99,12 +100,12 @@ def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
 )
 def test_a_stopped_worker_is_given_up(until, away_s, over_at):
     """W08: one that is stopped at 2 s is given up a second later."""
-    seen, found = StoppedWorkers(), []
+    seen, looked_at, found = {}, 0.0, []
     for tick in range(1, 200):
         at = tick / 10
         now = at + (away_s if at > 2.5 else 0.0)
-        seen = seen.looked([1] if 2.0 <= at < until else [], now)
-        found += [at] if seen.over(now) == {1} else []
+        seen, looked_at = stopped_since(seen, looked_at, [1] if 2.0 <= at < until else [], now), now
+        found += [at] if now - seen.get(1, now) >= STOPPED_S else []
     assert found[:1] == ([] if over_at is None else [pytest.approx(over_at)])
 
 
