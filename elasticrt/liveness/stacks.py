@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -102,13 +103,8 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
 
 def main_thread(lines: Sequence[str]) -> list[str]:
     """The frames of the first thread in `lines`, innermost first; empty if the worker has not answered."""
-    frames: list[str] = []
-    for line in lines:
-        if line.startswith("  File "):
-            frames.append(line)
-        elif frames:
-            break
-    return frames
+    from_the_first = dropwhile(lambda line: not line.startswith("  File "), lines)
+    return list(takewhile(lambda line: line.startswith("  File "), from_the_first))
 
 
 class StackAnswer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +41,8 @@ def newest_generation(directory: str | Path) -> int:
     """The highest generation that has logs in a run's `directory`; 0 for none."""
     # A fresh embedded etcd knows nothing of the run's earlier generations. If their numbers were used again, logs of
     # two generations would be in one file.
-    try:
-        names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
-    except OSError:
-        return 0
-    found = (re.fullmatch(r"generation-([1-9]\d{0,7})", name) for name in names)
-    return max((int(match[1]) for match in found if match), default=0)
+    numbers = (each.name.removeprefix("generation-") for each in Path(directory, "logs").glob("generation-*"))
+    return max((int(number) for number in numbers if number.isdecimal() and len(number) < 9), default=0)
 
 
 @dataclass(eq=False)
