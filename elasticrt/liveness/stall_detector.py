@@ -1,6 +1,6 @@
 """Detects that a node's workers make no steps. Pure.
 
-The agent looks at the status pages of its workers a few times a second (`SlowestWorker`). The steps of a Loop are
+The agent looks at the status pages of its workers a few times a second (`StepWatch`). The steps of a Loop are
 expected from the wait for an epoch's first batch to the epoch's last batch, except in a pause, in a save, and at the
 start of a generation. There are two findings about expected steps that do not come. Their limits follow from the run's
 own pace:
@@ -38,23 +38,6 @@ IDLE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class SlowestWorker:
-    """The worker of a node that is furthest behind, as seen in one look. Times are seconds of the monotonic clock.
-
-    Attributes:
-        step: the last step of that worker.
-        at: when that step ended; 0 before the first step of this generation.
-        expected: whether steps are expected of all workers.
-        ready_at: when the worker was ready for its first step (without a Loop: when the script began); 0 if unknown.
-    """
-
-    step: int
-    at: float
-    expected: bool
-    ready_at: float = 0.0
-
-
-@dataclass(frozen=True)
 class StallDetector:
     """The steps of one generation, as far as they have been seen. Times are seconds of the monotonic clock.
 
@@ -86,26 +69,35 @@ class StallDetector:
         """The median of the seconds of a step; 0.0 while it is unknown."""
         return statistics.median(self.recent) if self.recent else 0.0
 
-    def looked(self, slowest: SlowestWorker, now: float) -> StallDetector:
-        """Return the detector after a look at `now`, which saw the worker that is `slowest`."""
+    def looked(self, step: int, at: float, now: float, *, expected: bool, ready_at: float = 0.0) -> StallDetector:
+        """Return the detector after a look, which saw the worker that is furthest behind.
+
+        Args:
+            step: the last step of that worker.
+            at: when that step ended; 0 before the first step of this generation.
+            now: when the look is.
+            expected: whether steps are expected of all workers.
+            ready_at: when the worker was ready for its first step (without a Loop: when the script began); 0 if
+                unknown.
+        """
         away = self.looked_at > 0 and now - self.looked_at > AWAY_S
-        looked = replace(self, looked_at=now, expected=slowest.expected)
-        goes_on = self.expected and slowest.expected
-        if not slowest.at:
-            return replace(looked, step=slowest.step, since=self.since if goes_on and not away else now)
-        moved = slowest.step - self.step
+        looked = replace(self, looked_at=now, expected=expected)
+        goes_on = self.expected and expected
+        if not at:
+            return replace(looked, step=step, since=self.since if goes_on and not away else now)
+        moved = step - self.step
         if not self.first:
             # The first step that is seen. Until there is a second one, the time since `ready_at` counts as its length.
-            known = (slowest.at - slowest.ready_at,) if slowest.ready_at else ()
-            return replace(looked, step=slowest.step, first=slowest.step, since=slowest.at, recent=known)
+            known = (at - ready_at,) if ready_at else ()
+            return replace(looked, step=step, first=step, since=at, recent=known)
         # The time of a pause, or of the agent's own absence, is not the time of a step. The wait begins now.
         if away or not goes_on:
-            return replace(looked, step=slowest.step, since=now)
+            return replace(looked, step=step, since=now)
         if moved == 0:
             return looked
-        took = max(0.0, slowest.at - self.since)
+        took = max(0.0, at - self.since)
         recent = (*self.recent, took / moved)[-STEPS_KEPT:]
-        return replace(looked, step=slowest.step, since=slowest.at, recent=recent, longest=max(self.longest, took))
+        return replace(looked, step=step, since=at, recent=recent, longest=max(self.longest, took))
 
     def standing_since(self, now: float) -> float | None:
         """When the steps began to stand still for longer than usual; None if they do not stand still at `now`.

@@ -5,12 +5,11 @@ The workers send no message and make no system call for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, STANDING_IN_PLACE_S
-from elasticrt.liveness.stall_detector import STANDING_S, SlowestWorker, StallDetector
+from elasticrt.liveness.stall_detector import STANDING_S, StallDetector
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 # The usual pause is the median of so many pauses.
@@ -76,10 +75,8 @@ class StepWatch:
         if self._paused_ns is not None and paused_ns > self._paused_ns:
             self.pauses_s = (*self.pauses_s, (paused_ns - self._paused_ns) / 1e9)[-PAUSES_KEPT:]
         self._paused_ns = paused_ns
-        if in_loop and not held and not all(page.stepping for page in pages):
-            self.paused_since = self.paused_since or now
-        else:
-            self.paused_since = None
+        pauses = in_loop and not held and not all(page.stepping for page in pages)
+        self.paused_since = self.paused_since or now if pauses else None
         if not in_loop and not (pages and all(page.beats for page in pages)):
             return
         # Optimizer steps before the Loop do not count: they have another pace.
@@ -87,13 +84,19 @@ class StepWatch:
             self.looped, self.detector = True, self._new_detector()
         in_place = all(page.in_place for page in pages)
         self._look_at = now + LOOK_S
-        slowest = (slowest_by_steps if in_loop else slowest_by_beats)(pages, held=held)
-        if slowest.ready_at < self._began_at:
-            # The page is still that of the generation before: its worker has not taken its new seat. The time since it
-            # was ready then lasted for many steps, and must not count as the length of one.
-            slowest = replace(slowest, ready_at=0.0)
+        if in_loop:
+            last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
+            step, at_ns, ready_ns = step_of(last), last.step_at_ns, last.restored_at_ns
+        else:
+            # Workers may make different numbers of optimizer steps, so the numbers cannot tell which worker is behind.
+            # The worker whose newest step is oldest counts.
+            last = min(pages, key=lambda page: page.beat_at_ns)
+            step, at_ns, ready_ns = sum(page.beats for page in pages), last.beat_at_ns, last.begun_at_ns
+        # Otherwise the page is still that of the generation before: its worker has not taken its new seat. The time
+        # since it was ready then lasted for many steps, and must not count as the length of one.
+        ready_at = ready_ns / 1e9 if ready_ns / 1e9 >= self._began_at else 0.0
         detector = replace(self.detector, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
-        self.detector = detector.looked(slowest, now)
+        self.detector = detector.looked(step, at_ns / 1e9, now, expected=not (held or pauses), ready_at=ready_at)
 
 
 def last_ns(page: StatusPage) -> int:
@@ -104,20 +107,3 @@ def last_ns(page: StatusPage) -> int:
 def step_of(page: StatusPage) -> int:
     """The last step that a worker has finished, or resumes from; without a Loop the number of its optimizers' steps."""
     return page.entered - 1 if page.entered else page.beats
-
-
-def slowest_by_steps(pages: Sequence[StatusPage], *, held: bool) -> SlowestWorker:
-    """Of workers with a Loop: the worker that is furthest behind. `held`: whether no step is expected."""
-    last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
-    expected = not held and all(page.stepping for page in pages)
-    return SlowestWorker(step_of(last), last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
-
-
-def slowest_by_beats(pages: Sequence[StatusPage], *, held: bool) -> SlowestWorker:
-    """The same of workers without a Loop. `held`: whether no step is expected.
-
-    Workers may make different numbers of optimizer steps, so the numbers cannot tell which worker is behind. The worker
-    whose newest step is oldest counts.
-    """
-    last = min(pages, key=lambda page: page.beat_at_ns)
-    return SlowestWorker(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)

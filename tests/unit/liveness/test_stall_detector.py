@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S
-from elasticrt.liveness.stall_detector import SlowestWorker, StallDetector, WatchedStandstill
-from elasticrt.liveness.step_watch import slowest_by_beats
+from elasticrt.liveness.stall_detector import StallDetector, WatchedStandstill
+from elasticrt.liveness.step_watch import StepWatch
 
 
 def _watched(
@@ -27,7 +28,7 @@ def _watched(
         ends.append(end)
     while now < until:
         done = [at for at in ends if at <= now]
-        pace = pace.looked(SlowestWorker(len(done), done[-1] if done else 0.0, bool(done), 100.0), now)
+        pace = pace.looked(len(done), done[-1] if done else 0.0, now, expected=bool(done), ready_at=100.0)
         now += LOOK_S
     return pace
 
@@ -55,10 +56,10 @@ def test_a_stand_has_one_time() -> None:
     said = set()
     for tick in range(40):
         now = 110.0 + tick * LOOK_S
-        pace = pace.looked(SlowestWorker(pace.step, pace.since, expected=True), now)
+        pace = pace.looked(pace.step, pace.since, now, expected=True)
         said.add(pace.standing_since(now))
     assert said == {None, pace.since + 0.75}
-    pace = pace.looked(SlowestWorker(pace.step + 1, 120.0, expected=True), 120.1)
+    pace = pace.looked(pace.step + 1, 120.0, 120.1, expected=True)
     assert pace.standing_since(120.2) is None
 
 
@@ -68,10 +69,10 @@ def test_what_is_not_expected_does_not_stand() -> None:
     step, at = pace.step, pace.since
     for tick in range(400):
         now = 110.0 + tick * LOOK_S
-        pace = pace.looked(SlowestWorker(step, at, expected=False), now)
+        pace = pace.looked(step, at, now, expected=False)
         assert pace.standing_since(now) is None
         assert pace.stalled_s(now) is None
-    pace = pace.looked(SlowestWorker(step, at, expected=True), 211.0)
+    pace = pace.looked(step, at, 211.0, expected=True)
     assert pace.standing_since(211.7) is None
     assert pace.standing_since(211.8) == pytest.approx(211.75)
     assert pace.longest < 1.0, "the pause is not taken for a step"
@@ -81,9 +82,9 @@ def test_before_the_first_steps_nothing_is_said() -> None:
     """L5: a generation that is starting (imports, init, restore, the first step) has no pace yet."""
     pace = StallDetector(1.0)
     for tick in range(100):
-        pace = pace.looked(SlowestWorker(0, 0.0, expected=False), 100.0 + tick * LOOK_S)
+        pace = pace.looked(0, 0.0, 100.0 + tick * LOOK_S, expected=False)
     assert pace.standing_since(1e6) is pace.stalled_s(1e6) is None
-    pace = pace.looked(SlowestWorker(41, 125.0, expected=True, ready_at=123.0), 125.1)
+    pace = pace.looked(41, 125.0, 125.1, expected=True, ready_at=123.0)
     assert pace.standing_since(132.9) is None, "so far steps are known to take two seconds"
     assert pace.standing_since(133.1) == pytest.approx(133.0)
 
@@ -94,16 +95,19 @@ def test_a_script_without_a_loop_has_a_pace_from_the_first_look_on() -> None:
     page = StatusPage(fd)
     os.close(fd)
     page.begun_at_ns, page.beat_at_ns, page.beats = int(100e9), int(103e9), 4
-    pace = StallDetector(600.0).looked(slowest_by_beats([page], held=False), 103.4)
+    options = SimpleNamespace(hang_timeout_s=600.0)
+    watch = StepWatch(SimpleNamespace(settings=SimpleNamespace(options=options), pages=lambda: [page]))
+    watch.look(103.4, held=False)
+    pace = watch.detector
     assert pace.standing_since(114.9) is None, "three seconds may have been one step"
     assert pace.standing_since(115.1) == pytest.approx(115.0)
 
 
 def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
     """L5: one step that ended some time is no measure of the next."""
-    pace = StallDetector(600.0).looked(SlowestWorker(3, 100.0, expected=True), 100.1)
+    pace = StallDetector(600.0).looked(3, 100.0, 100.1, expected=True)
     assert pace.standing_since(1e6) is None
-    pace = pace.looked(SlowestWorker(5, 100.4, expected=True), 100.5)
+    pace = pace.looked(5, 100.4, 100.5, expected=True)
     assert pace.recent == (pytest.approx(0.2),)
     assert pace.standing_since(101.1) is None
     assert pace.standing_since(101.3) == pytest.approx(101.2)
@@ -150,6 +154,6 @@ def test_a_watcher_that_was_away_counts_from_its_return() -> None:
     pace = _watched(0.1, 110.0)
     back = 110.0 + 3600.0
     assert back - pace.looked_at > AWAY_S
-    pace = pace.looked(SlowestWorker(pace.step, pace.since, expected=True), back)
+    pace = pace.looked(pace.step, pace.since, back, expected=True)
     assert pace.standing_since(back) is pace.stalled_s(back) is None
     assert pace.standing_since(back + 0.8) is not None
