@@ -29,14 +29,6 @@ BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has exa
 # The longest path in an error message.
 WHERE_MAX_BYTES = 160
 
-_MISTAKES = (
-    (r"the following arguments are required: (?P<name>.*)", "a required argument is missing", "{name}"),
-    (r"argument (?P<name>[^ /:]+)\S*: expected one argument", "an option without its value", "{name} {value}"),
-    (r"argument (?P<name>[^ /:]+)\S*: ignored explicit argument '(?P<got>.*)'", "an option without a value", "{name}"),
-    (r"unrecognized arguments: (?P<got>.*)", "unknown argument", "{usage}"),
-)
-"""What argparse says of a mistake; how we call the mistake; what was expected."""
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors look like all others: one line with a suggestion, and exit code 2."""
@@ -75,24 +67,11 @@ class Parser(argparse.ArgumentParser):
             remedy = f"Did you mean `{near}`?" if near else f"Write {self.prog} COMMAND [options]"
             choices = f"one of {', '.join(commands)}"
             raise ConfigError("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy)
-        for pattern, what, expected in _MISTAKES:
-            if (match := re.fullmatch(pattern, message)) is not None:
-                found = {"got": "", "name": "", **match.groupdict()}
-                value = getattr(self._option_string_actions.get(found["name"]), "metavar", "")
-                given = {**found, "value": value, "usage": self._usage()}
-                near = self._near(found["got"])
-                raise ConfigError(
-                    what.format(**given),
-                    self.prog,
-                    got=found["got"] or None,
-                    expected=expected.format(**given),
-                    remedy=f"Did you mean {near}?" if near else f"See `{self.prog} --help`",
-                )
-        raise ConfigError(f"{message} ({self.prog}). See `{self.prog} --help`")
-
-    def _usage(self) -> str:
-        words = (f"[{each.metavar}]" if each.nargs == "?" else each.metavar for each in self._get_positional_actions())
-        return " ".join(["[options]", *map(str, words)])
+        unknown = re.search("unrecognized arguments: (.*)", message)
+        near = self._near(unknown[1]) if unknown is not None else ""
+        remedy = f"Did you mean {near}?" if near else f"See `{self.prog} --help`"
+        expected = "options and arguments that its help lists"
+        raise ConfigError("not a usable command line", self.prog, got=message, expected=expected, remedy=remedy)
 
     def _near(self, words: str) -> str:
         """The option that the first of these words may be a misspelling or the beginning of; "" if none is likely."""
@@ -168,21 +147,6 @@ def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
         logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
 
 
-_UNUSABLE = {
-    errno.ENAMETOOLONG: (
-        "a name that is too long for a file",
-        "at most 255 bytes from / to /, and 4096 in all",
-        "Give the run, node or file a shorter one",
-    ),
-    errno.EACCES: (
-        "this path cannot be accessed",
-        "permission to search its directories",
-        "Check the path and its permissions",
-    ),
-}
-"""Errors of the system that show that a name is the user's mistake: what is wrong, what was expected, and a remedy."""
-
-
 def _do(arguments: argparse.Namespace) -> int:
     """Run a command. Returns its exit code.
 
@@ -191,11 +155,12 @@ def _do(arguments: argparse.Namespace) -> int:
     try:
         code: int = arguments.func(arguments)
     except OSError as error:
-        if error.errno not in _UNUSABLE or error.filename is None:
+        # Errors of the system that show that the name is the user's mistake.
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
             raise
-        what, expected, remedy = _UNUSABLE[error.errno]
-        where = cut(str(error.filename), WHERE_MAX_BYTES)
-        raise ConfigError(what, where, got=error.strerror, expected=expected, remedy=remedy) from error
+        where, remedy = cut(str(error.filename), WHERE_MAX_BYTES), "Check the path and its permissions"
+        expected = "names of at most 255 bytes, in directories that may be searched"
+        raise ConfigError("an unusable path", where, got=error.strerror, expected=expected, remedy=remedy) from error
     return code
 
 
