@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from elasticrt import events
 
@@ -54,7 +53,8 @@ _PHASES = {
 }
 
 SPANS_MAX = 4000
-"""How many spans one life keeps. Beyond that, neighbouring spans of training are merged (`coarser`)."""
+"""How many spans one life keeps. Beyond that, short ones are merged (`coarse`): no second is lost, but within a piece
+the buckets stand in their own order."""
 
 ROUNDED_S = 0.001
 """Events and phases are rounded to milliseconds: times that differ by less are equal."""
@@ -70,11 +70,6 @@ PACE_S = 30.0
 
 PIECES = 2000
 """How finely the time of a run is divided where its nodes are in different buckets at the same moment."""
-
-# Buckets that alternate quickly while workers train. Only these are merged to save spans; all others stay exact.
-_TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
-# How many neighbouring spans `coarser` merges into one of each bucket.
-_PIECE = 64
 
 
 @dataclass(frozen=True)
@@ -244,7 +239,6 @@ class LifeSpans:
         # The course of the generation `_generation`.
         self._course = GenerationCourse()
         self._spans: list[Span] = []
-        self._spans_max = SPANS_MAX
         # What the node does. "start": the agent and the worker parent start. "idle": no seat. "ready": the same, after
         # a failed worker was replaced while the others may still be in the old generation. "seated": a seat, and no
         # step yet. "waiting": a seat in a generation that waits for nodes. "training". "over": the run has a result.
@@ -522,9 +516,8 @@ class LifeSpans:
         else:
             self._spans.append(Span(self._cursor, end, bucket))
         self._cursor = end
-        if len(self._spans) > self._spans_max:
-            self._spans = coarser(self._spans)
-            self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
+        if len(self._spans) > SPANS_MAX:
+            self._spans = coarse(self._spans, SPANS_MAX // 8)
 
     def _train_to(self, end: float) -> None:
         """Paint training from the cursor to `end`, less the amounts in the marks.
@@ -605,16 +598,6 @@ def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
         mixed.add(span.begin, span.end, {span.bucket: 1})
     mixed.flush()
     return mixed.spans
-
-
-def coarser(spans: Sequence[Span]) -> list[Span]:
-    """Fewer spans with the same totals: up to 64 neighbouring spans of training become one of each bucket."""
-    found: list[Span] = []
-    for trains, group in groupby(spans, lambda span: span.bucket in _TRAINING):
-        mine = list(group)
-        for begin in range(0, len(mine), _PIECE):
-            found += coarse(mine[begin : begin + _PIECE], 1) if trains else mine[begin : begin + _PIECE]
-    return found
 
 
 def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]]) -> list[Span]:

@@ -44,10 +44,6 @@ SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run counts as ended when its agents have written nothing for this many seconds, or for this share of its time so
 far, whichever is longer."""
 
-SILENT_TRAINING_S, SILENT_TRAINING_SHARE = 12.0, 0.002
-"""The limits while workers train, added up: then each agent writes `Progress` every 5 s, of which its file keeps at
-least one line in each thousandth of the run."""
-
 SILENT = "(no answer"
 """The evidence against a node that was taken out because it did not answer contains these words."""
 
@@ -58,10 +54,6 @@ _FINISHED = (
     | events.Stalled | events.Culprit
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
-
-_BEFORE_LONG_SILENCE = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded | events.Unwritten
-"""After one of these, an agent may write nothing for long: until its workers train again, or until its file takes
-events again."""
 
 
 class Series(list[Value]):
@@ -116,8 +108,6 @@ class AgentLife:
     # When the leader took the node out, if the node has written nothing since. Where no node was left to notice, the
     # time of its last event. None: not known to be gone.
     gone_at: float | None = None
-    # Whether its workers train, so that it writes `Progress` every 5 s.
-    is_training: bool = False
     is_leaving: bool = False  # Whether the agent has said that it leaves the run.
     loss: RunFailure | None = None  # The failure as which the node was taken out; None: it was not.
     result_at: float = math.inf  # When the agent told the run's result.
@@ -275,8 +265,8 @@ class Story:
         # By number. Only those of the present etcd: a fresh one counts from 1 again.
         self._numbers: dict[int, Chapter] = {}
         self._courses: dict[int, GenerationCourse] = {}  # By generation.
-        # By generation: what `_was_short` has found, with the facts that it depends on.
-        self._short: dict[int, tuple[tuple[int, ...], bool]] = {}
+        # The generations that had to wait for more nodes, because too few of the one before were left.
+        self._short: set[int] = set()
         # The newest standstills with a finding, each with the course of its generation.
         self._explained: deque[tuple[Standstill, GenerationCourse]] = deque(maxlen=STANDSTILLS_KEPT)
         # How many chapters belong to earlier attempts that succeeded.
@@ -508,13 +498,10 @@ class Story:
                 self.result, self.ended_at, life.result_at = event, at, at
             case events.Leaves() | events.AgentStopped():
                 self._leaves(life, event)
-        short = isinstance(event, events.Recovery) and self._was_short(event.generation)
+        short = isinstance(event, events.Recovery) and event.generation in self._short
         life.spans.fold(event, at, short=short)
         # An event of a node that was taken out shows that its agent lives.
         life.last, life.gone_at = max(life.last, at), None
-        life.is_training = isinstance(event, events.Progress) or (
-            life.is_training and not isinstance(event, _BEFORE_LONG_SILENCE)
-        )
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
@@ -549,6 +536,7 @@ class Story:
             chapter = self._numbers.get(event.number)
             if chapter is not None and len(event.nodes) > len(chapter.nodes):
                 chapter.nodes = event.nodes
+                self._note_short(chapter)
             return
         cause, kind = event.cause, event.kind
         step, follows = 0, None
@@ -598,6 +586,7 @@ class Story:
         self.chapters.append(chapter)
         self._numbers[event.number] = chapter
         self._courses[event.number] = GenerationCourse(waits=event.waits)
+        self._note_short(chapter)
 
     def _interrupted(self, before: Chapter) -> None:
         """Another generation follows `before`. Note when its agents had ended, if none of them has lived on."""
@@ -882,29 +871,16 @@ class Story:
         short = [each for each in before if len(each.nodes) < each.needed]
         if short:
             return min(agree_s, chapter.begin - short[-1].begin)
-        return agree_s if self._was_short(chapter.number) else 0.0
+        return agree_s if chapter.number in self._short else 0.0
 
-    def _was_short(self, generation: int) -> bool:
-        """Whether `generation` had to wait for more nodes, because too few of the one before were left."""
-        chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
-        if chapter is None or before is None:
-            return False
-        # Each node of the generation asks this. The answer is kept until something has changed on which it depends,
-        # because in a large run looking at all nodes for each node would take quadratic time.
-        facts = (len(chapter.nodes), len(before.nodes), len(self.lives), self.min_nodes)
-        known, short = self._short.get(generation, ((), False))
-        if known != facts:
-            short = len(self._stayed(chapter, before)) < self.min_nodes
-            self._short[generation] = facts, short
-        return short
-
-    def _stayed(self, chapter: Chapter, before: Chapter) -> set[str]:
-        """The nodes that have a seat both in `chapter` and in the generation `before` it, with the same agent."""
-        return {
-            node
-            for node in {*before.nodes}.intersection(chapter.nodes)
-            if node not in self._newest_lives or self._newest_lives[node].begin <= before.begin
-        }
+    def _note_short(self, chapter: Chapter) -> None:
+        """Note whether `chapter` had to wait for more nodes: too few of the one before kept their agents."""
+        before = self._numbers.get(chapter.number - 1)
+        lives = [self._newest_lives.get(node) for node in {*before.nodes}.intersection(chapter.nodes)] if before else []
+        stayed = [life for life in lives if before and (life is None or life.begin <= before.begin)]
+        self._short.discard(chapter.number)
+        if before is not None and len(stayed) < self.min_nodes:
+            self._short.add(chapter.number)
 
     # Sums.
 
@@ -940,11 +916,8 @@ class Story:
 
         The result is the `now` of `spans` and of the other sums.
         """
-        alive, age_s = self.alive(), self.last - self.begin
-        seated = [self._newest_lives[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
-        tell = bool(seated) and all(life.is_training for life in seated)
-        silent_s = SILENT_TRAINING_S + SILENT_TRAINING_SHARE * age_s if tell else max(SILENT_S, SILENT_SHARE * age_s)
-        return now if self.result is None and alive and now - self.last < silent_s else None
+        silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
+        return now if self.result is None and self.alive() and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """How each node's time was spent: the spans of all its agents, one after the other."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
@@ -71,15 +71,13 @@ def _unreadable(what: str, path: Path, error: OSError) -> ConfigError:
 
 def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
-    fold = _DirectoryFold(directory)
     try:
-        for _ in chain(fold.fold_new(), fold.fold_anew()):
-            pass
+        story, _, _ = next(follow(directory, lambda _: True))
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
-    if not fold.story.lives:
+    if not story.lives:
         raise says_nothing(directory)
-    return fold.story
+    return story
 
 
 def says_nothing(directory: Path) -> ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from itertools import groupby
@@ -16,10 +15,6 @@ from elasticrt.story.fold import Chapter, Gap, Story, ends
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A line shows the pace until no step was reported for this many seconds, usual step times and share of the run's time,
 whichever is longest. The share is because files keep at least one line of progress in each thousandth of the run."""
-
-_PARTICULAR = re.compile(r"\S*\d\S*")
-"""A word of a reason with a digit in it. Such a word may differ between checkpoints: the step, or the name of a file.
-"""
 
 
 def size(chapter: Chapter) -> str:
@@ -230,17 +225,13 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
 
 
 def _missed(story: Story) -> Iterator[Happened]:
-    """The checkpoints that could not be saved. Consecutive ones with the same reason share one sentence."""
-    for _, group in groupby(story.save_outcomes, lambda each: _kind(each[1])):
+    """The checkpoints that could not be saved. Consecutive ones share one sentence, with the reason of the first."""
+    for _, group in groupby(story.save_outcomes, lambda each: type(each[1])):
         (at, first), *more = group
         if isinstance(first, events.Committed):
             yield Happened(at, "good", saved_again(first))
         else:
             yield Happened(at, "bad", unsaved(first) + (f", nor any up to step {more[-1][1].step:,}" if more else ""))
-
-
-def _kind(event: events.Unsaved | events.Committed) -> str | None:
-    return _PARTICULAR.sub("", event.reason) if isinstance(event, events.Unsaved) else None
 
 
 def pace(story: Story, now: float) -> str:
