@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import cache
@@ -31,9 +31,9 @@ OFTEN_SHARE = 1000
 """The file gets an event of a frequent kind once in a thousandth of the log's age: about 10,000 lines in a week."""
 
 RETRY_S = 1.0
-KEPT = 100
-"""While the file takes nothing: how often writing is tried again, and how many of the newest events of each kind are
-kept in memory for it."""
+KEPT = 1000
+"""While the file takes nothing: how often writing is tried again, and how many of the newest events are kept in memory
+for it."""
 
 ROOM_BYTES = 4096
 """How much of the disk is reserved, so that last words can be written to a file that takes nothing more."""
@@ -149,46 +149,6 @@ class Sparse:
         return lines
 
 
-class Backlog:
-    """Lines that wait until the file takes them, with the kind of event that came with each group of lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[type[events.Event], bytes]] = []
-        self._counts: Counter[type[events.Event]] = Counter()
-        self._dropped = 0
-
-    @property
-    def missing(self) -> int:
-        """How many lines the file lacks."""
-        return self._dropped + sum(lines.count(b"\n") for _, lines in self.lines)
-
-    def add(self, kind: type[events.Event], lines: bytes) -> None:
-        """Add the next lines. Of each kind only the newest `KEPT` are kept."""
-        self.lines.append((kind, lines))
-        self._counts[kind] += 1
-        if self._counts[kind] > KEPT:
-            self._dropped += self.take(next(place for place, (each, _) in enumerate(self.lines) if each is kind))
-
-    def take(self, place: int = 0) -> int:
-        """Remove the lines at `place`. Returns how many lines these are."""
-        kind, lines = self.lines.pop(place)
-        self._counts[kind] -= 1
-        return lines.count(b"\n")
-
-    def last_words(self, room: int) -> bytes:
-        """Remove and return the lines of `LAST_WORDS`, as far as they fit into `room` bytes, in their order."""
-        places = {kind: place for place, (kind, _) in enumerate(self.lines) if kind in LAST_WORDS}
-        found = []
-        for place in sorted(places.values(), reverse=True):
-            # The newest lines get the room first.
-            lines = self.lines[place][1]
-            if len(lines) <= room:
-                room -= len(lines)
-                found.append(lines)
-                self.take(place)
-        return b"".join(reversed(found))
-
-
 class EventLog:
     """Writes events, from any thread. If the directory is deleted, there is one warning.
 
@@ -214,7 +174,9 @@ class EventLog:
         self._since: float | None = None
         self._reason = ""  # Why it takes none.
         self._tried_at = 0.0
-        self._backlog = Backlog()
+        # Lines that wait until the file takes them, with the kind of event that came with them.
+        self._waiting: deque[tuple[type[events.Event], bytes]] = deque()
+        self._dropped = 0  # How many lines the file lacks because too many waited.
         self._listeners: list[Callable[[events.Record], object]] = []
         self._sparse = Sparse()
 
@@ -242,7 +204,7 @@ class EventLog:
             if self._directory is None or self._file < 0:
                 return
             if rest := self._sparse.rest():
-                self._backlog.add(events.Progress, rest)
+                self._waiting.append((events.Progress, rest))
             self._flush(time.monotonic())
             with contextlib.suppress(OSError):
                 if self._since is not None:
@@ -272,7 +234,9 @@ class EventLog:
         if self._since is not None and (ends or at - self._tried_at >= RETRY_S):
             self._flush(at, resumes=True)
         if lines := self._sparse.due(type(event), line, at):
-            self._backlog.add(type(event), lines)
+            self._waiting.append((type(event), lines))
+            if len(self._waiting) > KEPT:
+                self._dropped += _count(self._waiting.popleft()[1])
             if self._since is None:
                 self._flush(at)
 
@@ -280,16 +244,16 @@ class EventLog:
         """Write the lines that wait. With `resumes`, try after a failure, and end the gap if the file takes them."""
         try:
             self._open()
-            while self._backlog.lines and (resumes or self._since is None):
-                _, lines = self._backlog.lines[0]
+            while self._waiting and (resumes or self._since is None):
+                _, lines = self._waiting[0]
                 # The room for last words is reserved before each line, because later the disk may have none.
                 reserve_space(self._file, len(lines) + ROOM_BYTES)
                 self._append(lines)
-                self._backlog.take()
+                self._waiting.popleft()
             if resumes and self._since is not None:
-                self._append(self._unwritten(self._backlog.missing, over=True))
+                self._append(self._unwritten(self._dropped, over=True))
                 log.warning("events are written again, after %.0f s", at - self._since)
-                self._since, self._backlog = None, Backlog()
+                self._since, self._dropped = None, 0
         except OSError as error:
             self._tried_at = at
             if self._since is None:
@@ -307,8 +271,13 @@ class EventLog:
 
     def _last_words(self) -> None:
         """The file takes nothing, and the agent ends: use the room that was reserved. Raises OSError."""
-        words = self._backlog.last_words(ROOM_BYTES // 2)
-        self._append(self._unwritten(self._backlog.missing))
+        newest = {kind: lines for kind, lines in self._waiting if kind in LAST_WORDS}
+        words, missing = b"", self._dropped + sum(_count(lines) for _, lines in self._waiting)
+        # The newest lines get the room first.
+        for lines in [lines for _, lines in reversed(self._waiting) if lines in newest.values()]:
+            if len(words) + len(lines) <= ROOM_BYTES // 2:
+                words, missing = lines + words, missing - _count(lines)
+        self._append(self._unwritten(missing))
         self._append(words)
 
     def _append(self, lines: bytes) -> None:
@@ -349,3 +318,7 @@ class EventLog:
             log.warning("no further events are written: %s", error.strerror)
             return -1
         return fd
+
+
+def _count(lines: bytes) -> int:
+    return lines.count(b"\n")
