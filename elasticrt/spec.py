@@ -6,14 +6,14 @@ one node needs to know (its name, its log directory, its etcd endpoints) is not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from elasticrt.option_values import NODES_MAX, options_of
 from elasticrt.run_options import RESTARTS, RunOptions
-from elasticrt.text import known, shell, size
+from elasticrt.text import known, size
 
 PROTOCOL = 1
 """To be raised whenever records or their meaning change: agents of different protocols never share a run."""
@@ -21,9 +21,6 @@ PROTOCOL = 1
 ROLE_MAX_BYTES = 128
 COMMAND_MAX_BYTES = 8192
 WORD_MAX_BYTES = 4096
-
-COMMAND_SHOWN = 200
-"""A command of at most so many characters is shown as a whole."""
 
 
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -73,8 +70,9 @@ class RunSpec(BaseModel):
 def difference(mine: RunSpec, theirs: RunSpec) -> str:
     """The options in which two specs differ, as text for a message; "" if they agree."""
     ours, others = _options(mine), _options(theirs)
-    if mine.command != theirs.command:
-        ours["command"], others["command"] = map(repr, _differing(mine.command, theirs.command))
+    words = enumerate(zip_longest(mine.command, theirs.command, fillvalue=""))
+    differ = ((f"word {place} is {word!r}", repr(other)) for place, (word, other) in words if word != other)
+    ours["command"], others["command"] = next(differ, ("", ""))
     return ", ".join(
         f"{name}: {ours[name]} here, {others[name]} in the run" for name in ours if ours[name] != others[name]
     )
@@ -91,20 +89,6 @@ def _options(spec: RunSpec) -> dict[str, str]:
     shown["last_call_timeout of --rdzv-conf"] = f"{spec.settle_quiet_s:g}s to {spec.settle_max_s:g}s"
     shown["--max-restarts"] += " without a new step" if spec.restarts_reset else ""
     return shown
-
-
-def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """Both commands. If one is long: three words of each, from the last one before they differ."""
-    if max(len(shell(one)), len(shell(other))) <= COMMAND_SHOWN:
-        return shell(one), shell(other)
-    first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin = max(0, first - 1)
-    return _from(one, begin), _from(other, begin)
-
-
-def _from(words: Sequence[str], begin: int) -> str:
-    """Three words from index `begin` on. Dots stand for the others."""
-    return "... " * (begin > 0) + shell(words[begin : begin + 3]) + " ..." * (len(words) > begin + 3)
 
 
 def resized(spec: RunSpec, to: RunSpec) -> RunSpec:
