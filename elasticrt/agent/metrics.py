@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,6 +20,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 import elasticrt
 from elasticrt import events
@@ -35,7 +36,7 @@ PAUSE = "pause"
 LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of one node. prometheus-client knows it as a collector."""
 
     def __init__(self) -> None:
@@ -45,8 +46,6 @@ class Metrics:
         self._copied: events.Copied | None = None
         self._state: HealthState | None = None
         self._now = self._told_at = 0.0
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def fold(self, record: events.Record) -> None:
         """Take note of an event of this node, in its `record`."""
@@ -63,12 +62,11 @@ class Metrics:
             spent = life.spans.known_at(self._told_at)
             # The time of a bucket that is not final may still shrink, but a Prometheus counter must never fall.
             self._exported = {name: max(before, spent.get(name, 0.0)) for name, before in self._exported.items()}
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. prometheus-client calls this for each answer, and when the collector is registered."""
-        if self._state is None:
-            return
+        """Yield all metrics. prometheus-client calls this for each answer."""
+        assert self._state is not None
         yield from self._of_node(self._state)
         yield from self._of_story(self._story, self._state.node)
 

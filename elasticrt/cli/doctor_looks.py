@@ -14,8 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from uuid import uuid4
 
 from elasticrt.agent.file_limits import files_needed
@@ -125,21 +127,13 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
 
 def _times(store: Store, key: str) -> tuple[float, float]:
     """How many seconds a read and a write of `key` take. Raises StoreError."""
-    read_s = _median_s(lambda: store.read(key))
+    reads = timeit.repeat(lambda: store.read(key), number=1)
     # With a lease the key goes even if this process is killed.
     lease = store.grant(10.0).lease_id
-    write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
+    writing = Txn((), (Put(key, b"", lease),), "see whether it may write")
+    writes = timeit.repeat(lambda: store.commit(writing), number=1)
     store.revoke(lease)
-    return read_s, write_s
-
-
-def _median_s(act: Callable[[], object]) -> float:
-    times = []
-    for _ in range(5):
-        began = time.monotonic()
-        act()
-        times.append(time.monotonic() - began)
-    return sorted(times)[2]
+    return median(reads), median(writes)
 
 
 def own_address(options: DoctorOptions) -> tuple[str, str]:
