@@ -74,7 +74,7 @@ class Console:
         self._announced_standby = 0
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
         self.story = Story()
-        self._changes = Changes(self.story, whole=False)
+        self._changes = Changes(self.story)
         # Sentences to print at the next `tick`.
         self._due_sentences: list[Sentence] = []
         self.events.follow(self._fold)

@@ -77,13 +77,6 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
     options = run.options_given(arguments, env, nnodes=(1, nodes + _added(faults)))
     settings, spec = configure_run(options, arguments.script, arguments.arguments, env)
     workers_per_node = count_workers(options.nproc_per_node or 1, env)
-    for fault in faults:
-        kind = fault.what.split()[1]
-        there = (nodes + _added(faults)) * (workers_per_node if kind == "worker" else 1)
-        if fault.number >= there:
-            expected = f"a {kind} from 0 to {there - 1}"
-            remedy = "Name one of these, or start more with --nodes"
-            raise ConfigError(f"no such {kind}", "--fault", got=fault.text, expected=expected, remedy=remedy)
     if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
             "the run would wait for nodes that never come",

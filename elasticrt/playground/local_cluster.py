@@ -38,7 +38,7 @@ LINE_BYTES_MAX = 1 << 16
 COLOURS = (36, 33, 35, 32, 34, 31)
 BOLD, DIM = 1, 2
 # How the simulation's own lines begin, and how each kind is painted.
-_OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
+_OWN = {"--": BOLD, "!!": BOLD, "..": DIM}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Player:
         self._zero = time.time() - time.monotonic()
         self._simulation = simulation
         self._screen = screen
-        self._narration = narration.Narration(started_at=self._now(), min_nodes=simulation.min_nodes)
+        self._narration = narration.Narration(started_at=self._now())
         self._faults = simulation.faults
         # By node, the agents whose end has not been noted.
         self._agents: dict[str, subprocess.Popen[bytes]] = {}

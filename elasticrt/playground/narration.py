@@ -14,8 +14,6 @@ from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Sentence
 from elasticrt.story.fold import ExplainedStandstill, Story
 
-# After how many steps of a generation a kill is suggested.
-OFFER_AFTER_STEPS = 30
 STATUS_EVERY_S = 5.0
 
 
@@ -24,21 +22,17 @@ class Narration:
 
     Args:
         started_at: when the simulation began.
-        min_nodes: the run's minimum; with no more nodes than this, no kill is suggested.
 
     Attributes:
         story: of the run.
         ended: the agents' exit codes by node (negative: signal).
     """
 
-    def __init__(self, *, started_at: float, min_nodes: int) -> None:
+    def __init__(self, *, started_at: float) -> None:
         self.story = Story()
         self.started_at = started_at
         self.ended: dict[str, int] = {}
-        self._min_nodes = min_nodes
-        self._changes = Changes(self.story, whole=True)
-        # The generation for which a kill was suggested.
-        self._offered = 0
+        self._changes = Changes(self.story)
         # Whether the result was printed.
         self._ended = False
         # Ranks, nodes and step of the newest finding: each agent writes it, and it is printed once.
@@ -61,8 +55,6 @@ class Narration:
                 self.ended.pop(record.node, None)
                 text = f"-- run {story.run_id}, etcd {story.etcd}, logs in {story.run_dir}"
                 return [text] if first_agent else []
-            case events.Step():
-                return self._offer()
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
                 return [
@@ -93,16 +85,6 @@ class Narration:
         return lines
 
     # What is said.
-
-    def _offer(self) -> list[str]:
-        """Suggest a kill, once for each generation, if the run would survive it."""
-        story, chapter = self.story, self.story.chapter
-        if chapter is None or self._offered == chapter.number or story.step - chapter.resume_step < OFFER_AFTER_STEPS:
-            return []
-        node, self._offered = chapter.nodes[-1], chapter.number
-        if len(chapter.nodes) <= self._min_nodes or node not in self.alive():
-            return []
-        return [f"try: kill -9 {story.pid(node)} ({node} and its workers)"]
 
     def _status(self, now: float) -> str:
         story, chapter = self.story, self.story.chapter

@@ -26,12 +26,10 @@ class Changes:
 
     Args:
         story: this object feeds it; nothing else may.
-        whole: whether it gets the events of all nodes, and not of one.
     """
 
-    def __init__(self, story: Story, *, whole: bool) -> None:
+    def __init__(self, story: Story) -> None:
         self._story = story
-        self._whole = whole
         # The numbers of the newest generations whose sentence, and whose cost, was printed.
         self._announced = self._costed = 0
 
@@ -46,7 +44,8 @@ class Changes:
         if before is not None and before is not chapter and before.number > self._costed:
             said += [self._announce(before)] if before.reported or before.number > self._announced else []
         if chapter is not None and chapter.number > self._costed and chapter.reported:
-            complete = not self._whole or set(chapter.reported) >= {*chapter.nodes}
+            # A node that has written no events is not waited for: an agent's story has those of its own node alone.
+            complete = chapter.reported.keys() >= story.nodes_with_events.intersection(chapter.nodes)
             said += [self._announce(chapter)] if complete else []
         elif chapter is not None and chapter.waits and chapter.number > self._announced:
             said.append(self._announce(chapter))

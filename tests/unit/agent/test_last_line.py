@@ -347,7 +347,7 @@ WARM = [(at + 1.0, node, event) for at, node, event in THREE_STEPS if node == "a
 )
 def test_a_change_is_one_sentence(after, said):
     """An agent says a change as soon as its own node has stepped, or after three seconds."""
-    changes, told = Changes(Story(), whole=False), []
+    changes, told = Changes(Story()), []
     for at, node, event in [*WARM, (6.0, "a", begun(2, "a", cause="b lost"))]:
         told += changes.fold(record(at, node, event))
     assert [text for _, text in told] == ["generation 1: 2 nodes, world size 2, first step 1 after 2.00 s"]

@@ -68,16 +68,14 @@ KILLED = [
     first_step("node-0", 2, 407, 103.4, pause_s=0.39, redone=6),
     first_step("node-1", 2, 407, 103.4, pause_s=0.41, redone=6),
 ]
-OFFER = "try: kill -9 4802 (node-2 and its workers)"
 KILLED_TOLD = [
-    OFFER,
     "-- generation 2: node-2 lost, 2 nodes, world size 2, paused 0.41 s after step 412, 6 steps done again",
 ]
 
 
-def told(history, min_nodes=1):
+def told(history):
     """Fold all of it; the narration and what it said, each own line as its text."""
-    narration = Narration(started_at=100.0, min_nodes=min_nodes)
+    narration = Narration(started_at=100.0)
     said = []
     for each in history:
         match each:
@@ -96,16 +94,6 @@ def told(history, min_nodes=1):
     [
         pytest.param(BEGIN, BEGIN_TOLD, id="the start is one line, when all members have stepped"),
         pytest.param([*BEGIN, *KILLED], [*BEGIN_TOLD, *KILLED_TOLD], id="a lost node is one line with its cost"),
-        pytest.param(
-            [*BEGIN, step(29, 103.0), step(31, 103.1), step(80, 103.2)],
-            [*BEGIN_TOLD, OFFER],
-            id="one offer, at step 30",
-        ),
-        pytest.param(
-            [*BEGIN, *KILLED, step(440, 104.0, 2), step(450, 104.1, 2)],
-            [*BEGIN_TOLD, *KILLED_TOLD, "try: kill -9 4801 (node-1 and its workers)"],
-            id="the offer is made again after the membership changed",
-        ),
         pytest.param(
             [
                 *BEGIN,
@@ -205,7 +193,6 @@ def told(history, min_nodes=1):
             [*BEGIN, step(81, 104.5, 1, 3, loss=0.12345), passes(105.1), passes(106.0), passes(110.2)],
             [
                 *BEGIN_TOLD,
-                OFFER,
                 ".. generation 1  3 nodes (1 to 9)  step 81  40.0 steps/s  epoch 3  loss 0.1235",
                 ".. generation 1  3 nodes (1 to 9)  step 81  no step for 6 s  epoch 3  loss 0.1235",
             ],
@@ -314,12 +301,6 @@ def told(history, min_nodes=1):
 def test_events_are_told(history, lines):
     """A sequence of events gives exactly these lines."""
     assert told(history)[1] == lines
-
-
-def test_no_kill_is_offered_that_the_run_would_not_survive():
-    """With as many nodes as min-nodes, or the last node's agent gone, nothing is offered."""
-    assert told([*BEGIN, step(50, 103.0)], min_nodes=3)[1] == BEGIN_TOLD
-    assert told([*BEGIN, exited("node-2", -9, 102.9), step(50, 103.0)])[1] == BEGIN_TOLD
 
 
 ALL_WELL = [*BEGIN, *(exited(node, 0, 110.0) for node in THREE)]

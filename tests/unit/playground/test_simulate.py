@@ -97,11 +97,6 @@ def test_options_also_come_from_the_environment():
         (["--lease-ttl", "never", "train.py"], "(--lease-ttl): got never"),
         (["--lease-ttl", "0.5s", "train.py"], "(--lease-ttl): got 0.5s; expected a duration from 1s to 1h"),
         (["--etcd", "", "train.py"], "(--etcd): got ''"),
-        (
-            ["--nodes", "2", "--fault", "step 5: kill node 2", "train.py"],
-            "no such node (--fault): got step 5: kill node 2",
-        ),
-        (["--nodes", "2", "--fault", "step 5: kill worker 7", "train.py"], "no such worker (--fault)"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(words, message):

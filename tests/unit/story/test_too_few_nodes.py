@@ -162,7 +162,7 @@ def test_the_silence_of_a_node_is_in_its_evidence() -> None:
 
 def test_the_wait_is_said_at_once() -> None:
     """It has no first step to wait for."""
-    told = Changes(Story(), whole=False)
+    told = Changes(Story())
     said = [text for at, node, event in BEGINS if node == "a" for _, text in told.fold(record(at, node, event))]
     assert said[-1] == "generation 2: b lost, 1 node of at least 2: the run waits with the state after step 60"
     assert not told.tick(20.0)
@@ -170,7 +170,7 @@ def test_the_wait_is_said_at_once() -> None:
 
 def test_the_save_of_a_run_that_gives_up_is_said_as_what_is_to_come() -> None:
     """There are enough nodes, so nobody is waited for. It may not come to the save: they may be lost."""
-    told, end = Changes(Story(), whole=False), begun(2, "ab", cause="rank 1 raised (3 restarts used up)", waits=True)
+    told, end = Changes(Story()), begun(2, "ab", cause="rank 1 raised (3 restarts used up)", waits=True)
     entries: list[Entry] = [*TWO_NEEDED, (10.0, "a", events.Step(1, 60, 0)), (10.5, "a", end)]
     said = [text for at, node, event in entries if node == "a" for _, text in told.fold(record(at, node, event))]
     assert said[-1].endswith("(3 restarts used up), 2 nodes: saving the state after step 60 first")
