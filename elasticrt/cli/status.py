@@ -19,7 +19,7 @@ from elasticrt.store.protocol import StoreRefused, StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.fold import Story, cause_of
 from elasticrt.story.report import as_object, head, sums
-from elasticrt.story.sentences import lasted, state
+from elasticrt.story.sentences import state
 from elasticrt.text import json_text, plain
 
 WATCH_EVERY_S = 2.0
@@ -80,8 +80,8 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
 def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool]:
     """The lines about what etcd knows of the run at `now`, and whether the run has ended by that.
 
-    The `story` of the run's directory, if there is one, also tells since when nodes are waited for, and that no step is
-    made. Raises ConfigError if there is no such run.
+    The `story` of the run's directory, if there is one, also tells what the nodes of a run that goes on do. Raises
+    ConfigError if there is no such run.
     """
     spec, _ = run.spec()
     generation, saved = run.record(run.keys.generation, Generation), run.record(run.keys.checkpoint, Commit)
@@ -92,22 +92,18 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     gone = {who for who, life in newest.items() if life.code is not None or life.gone_at is not None}
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
     over = story is not None and not story.alive()
-    standing = story.standstill_sentence(now) if story is not None else ""
-    since = story.waits_since if story is not None else None
-    waited = f", no step for {lasted(now - since)}" if since is not None else ""
+    stands = story is not None and story.standstill is not None
     needed, waits = spec.spec.min_nodes, generation is not None and generation.waits
     if result is not None:
         said = f"{result.status}: {result.reason}"
     elif not members:
         said = state(story) if story is not None and over else "no node answers: they are leaving, stopped, or lost"
+    elif story is not None and story.now_if_running(now) is not None:
+        said = state(story, now)
     elif len(members) < needed and (waits or not any(member.generation for member in members)):
-        said = f"waits for {counted(needed - len(members), 'more node')}{waited}"
-        said += f"; gives up in {lasted(spec.spec.join_timeout_s - (now - since))}" if since is not None else ""
-    elif generation is not None and waits and len(members) >= needed > generation.nodes:
-        newcomers = [member.node for member in members if member.generation != generation.number]
-        said = f"waits until {', '.join(newcomers)} can train{waited}"
+        said = f"waits for {counted(needed - len(members), 'more node')}"
     else:
-        said = standing or ("all its nodes leave" if all(member.draining for member in members) else "alive")
+        said = "alive"
     lines = [f"run {run.keys.run_id}: {said}", f"options: {needed} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
@@ -119,7 +115,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
-        runs = "waiting" if waits else "standing still" if standing else "training"
+        runs = "waiting" if waits else "standing still" if stands else "training"
         stands_by = "standby" if any(each.generation for each in members) else "waiting"
         word = "draining" if member.draining else runs if running else stands_by if member.warm else "starting"
         lines.append(

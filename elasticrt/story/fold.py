@@ -365,11 +365,8 @@ class Story:
         Args:
             now: the end of one that still lasts; None: the time of the last event.
         """
-        last, found = (
-            self.last if now is None else max(now, self.last),
-            dict[float, tuple[ExplainedStandstill, float]](),
-        )
-        before = -math.inf
+        last, before = self.last if now is None else max(now, self.last), -math.inf
+        found: dict[float, tuple[ExplainedStandstill, float]] = {}
         for stand, course in self._explained:
             assert stand.culprit is not None
             # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.

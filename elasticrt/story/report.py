@@ -97,15 +97,12 @@ def paces(story: Story, now: float | None = None) -> str:
     # A node without a seat knows only the scalars of an earlier generation, which would stand beside the newest step.
     if story.scalars and story.chapter is not None and not story.nodes_with_events.isdisjoint(story.chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
-    none = "" if story.nodes_without_events() or story.open_gaps() else "; no checkpoint"
+    # A node with a run directory of its own may have saved more.
+    whole = not (story.nodes_without_events() or story.open_gaps())
     newest = "newest known checkpoint" if story.open_gaps() else "newest checkpoint"
-    text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else none
-    # The script ended inside its loop. A node with a run directory of its own may have saved more.
-    if (
-        story.succeeded
-        and 0 < story.checkpoint < story.newest
-        and not (story.nodes_without_events() or story.open_gaps())
-    ):
+    text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint" if whole else ""
+    # The script ended inside its loop.
+    if story.succeeded and 0 < story.checkpoint < story.newest and whole:
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
 

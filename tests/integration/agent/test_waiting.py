@@ -72,7 +72,7 @@ def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) 
         run.wait("a checkpoint", lambda: bool(run.events("committed")))
         at = time.time()
         status, told = command(run, "status"), read(run.run_dir)
-        assert "waits for 1 more node, no step for " in status
+        assert f"run {run.run_id}: waiting for nodes for " in status
         assert "n2: waiting" in status
         assert told.alive() == ("n2",)
         assert state(told, at).startswith("waiting for nodes for ")
