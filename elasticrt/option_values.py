@@ -12,12 +12,14 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from elasticrt.errors import ConfigError
 from elasticrt.store.address import check_host
 
 OUT, ERR = "out", "err"
+
+T = TypeVar("T")
 
 # The largest number of nodes that an option accepts.
 NODES_MAX = 100_000
@@ -80,6 +82,22 @@ def option(spelled: str, initial: Any, text: str, parse: Callable[[str], Any] = 
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the names of their fields."""
     return {each.name: each.metadata["option"] for each in dataclasses.fields(kind) if "option" in each.metadata}
+
+
+def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:
+    """`parse` for a text that is given as `where` to the command `prog`.
+
+    The result raises ConfigError for unusable texts.
+    """
+
+    def value_of(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            what, remedy = "not a usable value", f"See `{prog} --help`"
+            raise ConfigError(what, where, got=text, expected=str(error), remedy=remedy) from None
+
+    return value_of
 
 
 def yes_or_no(text: str) -> bool:

@@ -9,9 +9,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_run, parsed
+from elasticrt.cli.options import add_command, declare_run
 from elasticrt.cli.torchrun_flags import MeetingFlags
-from elasticrt.option_values import duration, option, parse_nodes
+from elasticrt.option_values import duration, option, parse_nodes, parsed
 from elasticrt.run_options import EtcdOptions
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from elasticrt.cli.slurm import Slurm
 from elasticrt.cli.torchrun_flags import REFUSED, SECTION, MeetingFlags
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import NODES_MAX, Option, options_of, some_text, yes_or_no
+from elasticrt.option_values import NODES_MAX, Option, options_of, parsed, some_text, yes_or_no
 from elasticrt.run_options import EtcdOptions, RunOptions
 
 # The headings of `--help`, in this order; "" is the top.
@@ -150,22 +150,6 @@ def options_given(arguments: argparse.Namespace, base: E) -> E:
     if of_step is not None and Path(arguments.log_dir, of_step).is_dir():
         run_id = of_step
     return replace(flags.placed(options), run_id=run_id)
-
-
-def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:
-    """`parse` for a text that is given as `where` to the command `prog`.
-
-    The result raises ConfigError for unusable texts.
-    """
-
-    def value_of(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            what, remedy = "not a usable value", f"See `{prog} --help`"
-            raise ConfigError(what, where, got=text, expected=str(error), remedy=remedy) from None
-
-    return value_of
 
 
 def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:

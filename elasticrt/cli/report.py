@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_log_dir, declare_run, options_given, parsed
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run, options_given
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import added
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import has_reader, tell, write
-from elasticrt.option_values import host_and_port, some_text, whole
+from elasticrt.option_values import host_and_port, parsed, some_text, whole
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.story import report, run_dir, sentences
 from elasticrt.story.board import board

@@ -207,11 +207,7 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         if key not in _CONF:
             expected, remedy = f"one of {', '.join(_CONF)}", _REFUSED_CONF.get(key, "Leave it out")
             raise ConfigError("a key that is not supported", where, got=text, expected=expected, remedy=remedy)
-        try:
-            given[key] = _CONF[key](text)
-        except ValueError as error:
-            remedy = f"Write {key}=VALUE with such a value"
-            raise ConfigError("not a usable value", where, got=text, expected=str(error), remedy=remedy) from None
+        given[key] = parse.parsed(_CONF[key], where, "elasticrt run")(text)
     found: dict[str, Any] = {"serves": given.get("is_host")}
     # Many write `timeout` for it.
     if "join_timeout" in given or "timeout" in given:
