@@ -326,12 +326,6 @@ class Story:
             return True
         return not self.succeeded and all(chapter.stepped_at is None for chapter in self.chapters)
 
-    def etcd_away_since(self) -> float | None:
-        """Since when etcd has not answered a node that is alive; None: all get answers, as far as is known."""
-        return min(
-            (each for node in self.alive() if (each := self._newest_lives[node].away_since) is not None), default=None
-        )
-
     def open_gaps(self) -> list[Gap]:
         """The present gaps of nodes that have not told their end: what these nodes did since is not known."""
         return [life.gap for life in self._newest_lives.values() if life.gap is not None and life.code is None]
@@ -342,9 +336,9 @@ class Story:
         Args:
             now: up to when an outage of a living node lasts; None: up to the node's last event.
         """
-        alive = [self._newest_lives[node] for node in self.alive()] if now is not None else []
-        still = [(life.away_since, life.last) for life in self.lives if life.away_since is not None]
-        still += [(life.away_since, now) for life in alive if life.away_since is not None and now is not None]
+        away = [(life, life.away_since) for life in self.lives if life.away_since is not None]
+        living = {id(life) for life in self.living()}
+        still = [(since, life.last if now is None or id(life) not in living else now) for life, since in away]
         found: list[tuple[float, float]] = []
         for begin, end in sorted([*self.outages, *still]):
             if found and begin <= found[-1][1]:
@@ -421,7 +415,11 @@ class Story:
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
-        return tuple(node for node, life in self._newest_lives.items() if life.code is None and life.gone_at is None)
+        return tuple(life.node for life in self.living())
+
+    def living(self) -> list[AgentLife]:
+        """The agents that run, as far as is known."""
+        return [life for life in self._newest_lives.values() if life.code is None and life.gone_at is None]
 
     def note_killed(self, node: str) -> None:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
@@ -474,7 +472,9 @@ class Story:
             case events.Progress():
                 self._progressed(event, node, at)
             case events.WorkerEnded() if event.failure and (not event.collateral or NOT_LET_GO in event.failure):
-                self._worker_failed(event, node, at)
+                self.failures.append(RunFailure(at, node, event.failure, event.generation))
+                if event.generation in self._courses:
+                    self._courses[event.generation].failed_at = at
             case events.Committed():
                 self._committed(event, at)
             case events.Unsaved():
@@ -618,8 +618,8 @@ class Story:
 
     def seated_lives(self) -> list[AgentLife]:
         """The running agents that have a seat in the newest generation."""
-        alive = {id(self._newest_lives[node]) for node in self.alive()}
-        return [life for life in self.lives_in(self.chapter) if id(life) in alive] if self.chapter is not None else []
+        living = {id(life) for life in self.living()}
+        return [life for life in self.lives_in(self.chapter) if id(life) in living] if self.chapter is not None else []
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
@@ -730,11 +730,6 @@ class Story:
         course = self._courses.get(generation)
         if course is not None:
             course.stepped(step, at)
-
-    def _worker_failed(self, event: events.WorkerEnded, node: str, at: float) -> None:
-        self.failures.append(RunFailure(at, node, event.failure, event.generation))
-        if event.generation in self._courses:
-            self._courses[event.generation].failed_at = at
 
     def _etcd_away(self, life: AgentLife, event: events.EtcdAway, at: float) -> None:
         """Etcd does not answer the agent of `life`, or answers again."""

@@ -85,10 +85,8 @@ def saved_again(event: events.Committed) -> str:
 
 def etcd_away(story: Story, now: float) -> str:
     """`etcd has not answered for 12 s: no commits, no changes of membership`; "" if etcd answers."""
-    since = story.etcd_away_since()
-    if since is None:
-        return ""
-    return f"etcd has not answered for {lasted(now - since)}: no commits, no changes of membership"
+    away = [life.away_since for life in story.living() if life.away_since is not None]
+    return f"etcd has not answered for {lasted(now - min(away))}: no commits, no changes of membership" if away else ""
 
 
 def missing_events(gap: Gap) -> str:
