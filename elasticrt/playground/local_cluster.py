@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TextIO
@@ -107,12 +107,10 @@ class Screen:
 def play(simulation: Simulation, screen: Screen) -> int:
     """Play the run to its end. Returns 0 only if the run succeeded, and 130 or 143 if the simulation was stopped."""
     player = _Player(simulation, screen)
-    with player.signals():
-        try:
-            return player.run()
-        finally:
-            # Only after an error is there anything left.
-            player.close()
+    # These signals go into the queue and do nothing else. `SimpleQueue.put` is safe in a handler.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda got, _: player.news.put(("", got)))
+    return player.run()
 
 
 class _Player:
@@ -130,21 +128,7 @@ class _Player:
         self._stopped_by = 0
         self._kill_at: float | None = None
         # By node: a line of output, an event, or an exit code. A signal to this process has the node "".
-        self._news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """A context in which SIGINT and SIGTERM go into the queue and do nothing else.
-
-        `SimpleQueue.put` is safe in a handler.
-        """
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        handlers = {number: signal.signal(number, lambda got, _: self._news.put(("", got))) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        self.news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
 
     def run(self) -> int:
         """Run the whole simulation. Returns the exit code."""
@@ -152,21 +136,15 @@ class _Player:
             self._add_node()
         while self._agents:
             with suppress(Empty):
-                self._take(*self._news.get(timeout=LOOK_EVERY_S))
+                self._take(*self.news.get(timeout=LOOK_EVERY_S))
                 while True:
-                    self._take(*self._news.get_nowait())
+                    self._take(*self.news.get_nowait())
             self._on_time(self._now())
         stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
         for fault in () if stopped_by else self._faults:
             self._screen.show(f"!! never came: {fault.text}")
         self._show(self._narration.summary(stopped_by))
         return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
-
-    def close(self) -> None:
-        """End all agents that are left."""
-        for process in self._agents.values():
-            process.kill()
-            process.wait()
 
     # --- What happens -------------------------------------------------------------------------------------------------
 
@@ -250,13 +228,13 @@ class _Player:
         code, until = process.wait(), time.monotonic() + LAST_OUTPUT_S
         for reader in readers:
             reader.join(max(0.0, until - time.monotonic()))
-        self._news.put((node, code))
+        self.news.put((node, code))
 
     def _read(self, node: str, pipe: IO[bytes], meaning: Callable[[bytes], Any]) -> None:
         """In a thread: put each line into the queue when it is complete, or too long to wait for."""
         with pipe:
             while line := pipe.readline(LINE_BYTES_MAX):
-                self._news.put((node, meaning(line)))
+                self.news.put((node, meaning(line)))
 
     def _do(self, fault: fault_plan.Fault) -> str:
         """Carry out a fault. Returns a text about what was done."""
