@@ -510,11 +510,7 @@ class LifeSpans:
         # Events of several nodes share one course, so an end may lie before the cursor. Painted time is never changed.
         if end <= self._cursor:
             return
-        last = self._spans[-1] if self._spans else None
-        if last is not None and last.bucket == bucket:
-            self._spans[-1] = Span(last.begin, end, bucket)
-        else:
-            self._spans.append(Span(self._cursor, end, bucket))
+        _append(self._spans, Span(self._cursor, end, bucket))
         self._cursor = end
         if len(self._spans) > SPANS_MAX:
             self._spans = coarse(self._spans, SPANS_MAX // 8)
@@ -589,6 +585,14 @@ class LifeSpans:
             self._paint_to(self._cursor + spent_s, bucket)
             amounts[bucket] = left_s - spent_s
         return self._cursor - begin
+
+
+def _append(spans: list[Span], span: Span) -> None:
+    """Add `span` at the end of `spans`; if it continues the last one, make that longer."""
+    last = spans[-1] if spans else None
+    if last is not None and last.bucket == span.bucket and last.end == span.begin:
+        span = Span(spans.pop().begin, span.end, span.bucket)
+    spans.append(span)
 
 
 def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
@@ -692,11 +696,8 @@ class _Mixed:
         at, shared = self._begin, [(name, self._seconds[name]) for name in BUCKETS if name in self._seconds]
         for place, (bucket, spent_s) in enumerate(shared):
             end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
-            last = self.spans[-1] if self.spans else None
-            if last is not None and last.bucket == bucket and last.end == at:
-                self.spans[-1] = Span(last.begin, end, bucket)
-            elif end > at:
-                self.spans.append(Span(at, end, bucket))
+            if end > at:
+                _append(self.spans, Span(at, end, bucket))
             at = end
         self._seconds = {}
 

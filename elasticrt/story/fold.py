@@ -33,9 +33,8 @@ from elasticrt.story.buckets import (
 )
 from elasticrt.story.clocks import Clocks
 
-POINTS_MAX, POINT_EVERY_S = 4000, 1.0
-"""How many points the curves of steps and scalars keep, and how many seconds apart they are at least while the scalars
-stay the same."""
+POINTS_MAX = 4000
+"""How many points the curves of steps and scalars keep."""
 
 WORK_MAX = 400
 """How many values are kept of each rank's own work, and how many checkpoints."""
@@ -429,10 +428,6 @@ class Story:
             last = max((each.last for each in self.lives_in(self.chapter)), default=life.last)
             self._courses[self.chapter.number].left_at = last
 
-    def pid(self, node: str) -> int:
-        """The process id of the node's newest agent."""
-        return self._newest_lives[node].pid
-
     def worker(self, rank: int) -> int | None:
         """The pid of the worker with `rank` in the newest generation; None if there is none."""
         for generation, pids in self.workers.values():
@@ -693,9 +688,7 @@ class Story:
     def _step(self, event: events.Step, at: float) -> None:
         self._stepped(event.generation, event.step, at)
         self.epoch, self.scalars = event.epoch, event.scalars
-        last_at, last = self.points[-1] if self.points else (-math.inf, event)
-        if at - last_at >= POINT_EVERY_S or event.scalars != last.scalars:
-            self.points.add((at, event))
+        self.points.add((at, event))
 
     def _committed(self, event: events.Committed, at: float) -> None:
         if event.generation in self._courses:

@@ -15,7 +15,7 @@ from elasticrt.event_log import files, lines, records
 from elasticrt.events import VERSION, AgentStopped, Record, Result
 from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.clocks import Clocks
-from elasticrt.story.fold import Story
+from elasticrt.story.fold import AgentLife, Story
 
 # How often `follow` reads new events.
 LOOK_EVERY_S = 0.2
@@ -121,7 +121,8 @@ class _DirectoryFold:
     def fold_new(self) -> Iterator[str]:
         """Fold new events into the story, and yield their lines by time."""
         yield from self._fold_new()
-        self._dead = dead_here(self.story)
+        # Their processes are gone, and they have written no end.
+        self._dead = [life.node for life in alive_here(self.story) if stat(life.pid) is None]
         if self._dead:
             # Once more: what the agents wrote between the first reading and their end.
             yield from self._fold_new()
@@ -158,15 +159,10 @@ class _DirectoryFold:
             self.story.note_killed(node)
 
 
-def dead_here(story: Story) -> list[str]:
-    """The nodes of this machine whose agents were killed: their processes are gone, and they wrote no end."""
-    return [node for node in alive_here(story) if stat(story.pid(node)) is None]
-
-
-def alive_here(story: Story) -> list[str]:
-    """The nodes of this machine whose agents run, as far as is known."""
+def alive_here(story: Story) -> list[AgentLife]:
+    """The agents on this machine that run, as far as is known."""
     here = machine()
-    return [node for node in story.alive() if story.clocks.machines.get(node) == here]
+    return [life for life in story.living() if story.clocks.machines.get(life.node) == here]
 
 
 def has_events(directory: Path) -> bool:
