@@ -677,13 +677,8 @@ class _Mixed:
         if not counts:
             return
         # A new piece begins after a gap, when the present one is long enough, or for a long stretch of a single bucket.
-        # A stretch of one bucket after pieces of the same bucket alone only makes those longer.
-        alone = len(counts) == 1
-        if self._seconds and (
-            begin > self._end
-            or (self._end - self._begin >= self._piece_s and not (alone and counts.keys() == self._seconds.keys()))
-            or (alone and end - begin >= self._piece_s and counts.keys() != self._seconds.keys())
-        ):
+        whole = len(counts) == 1 and end - begin >= self._piece_s
+        if self._seconds and (begin > self._end or self._end - self._begin >= self._piece_s or whole):
             self.flush()
         if not self._seconds:
             self._begin = begin

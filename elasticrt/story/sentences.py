@@ -265,8 +265,7 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
     if goodput is not None:
-        whole = chapter is None or story.nodes_with_events.issuperset(chapter.nodes)
-        parts.append(f"goodput {goodput:.0%}" + ("" if whole else " here"))
+        parts.append(f"goodput {goodput:.0%}" + (" here" if story.nodes_without_events() else ""))
     return "  ".join(parts)
 
 
