@@ -226,10 +226,8 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
     run_dir.check_readable("logs that cannot be read", [*directory.glob("logs"), *directory.glob("logs/*"), *logs()])
     if not logs() and not arguments.follow:
-        others = rank is not None and any((directory / "logs").glob("generation-*/rank-*"))
-        got = f"rank {rank} has printed nothing, or there is none" if others else "nothing was printed"
-        remedy = "Runs with --log-dir /dev/null keep no output"
-        remedy = f"`elasticrt logs {directory}` prints those of all ranks" if others else remedy
+        got = "nothing was printed" + (f" as rank {rank}" if rank is not None else "")
+        remedy = f"`elasticrt logs {directory}` prints those of all ranks; runs with --log-dir /dev/null keep none"
         where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
         raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
     before, offsets = None, dict[Path, int]()

@@ -212,11 +212,11 @@ def test_a_page_needs_nothing_else(run, capfd):
         ("status --run-id calm-fox --watch", 0, "goodput 65.6%"),
         ("status --run-id other", 2, "the etcd of this run is not known on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
-        ("logs calm-fox 7", 2, "rank 7 has printed nothing, or there is none"),
+        ("logs calm-fox 7", 2, "got nothing was printed as rank 7; expected files"),
         (
             "logs others/mute-fox 0",
             2,
-            "got nothing was printed; expected files rank-R.NODE.out, .err. Runs with --log-dir /dev/null",
+            "got nothing was printed as rank 0; expected files rank-R.NODE.out, .err. `elasticrt logs",
         ),
         ("events others/void-fox", 2, "no usable events in this directory (others/void-fox): got no event of an agent"),
         ("report other", 2, "no such run (other)"),
