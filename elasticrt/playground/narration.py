@@ -39,10 +39,6 @@ class Narration:
         self._blamed: tuple[object, ...] = ()
         self._status_at = 0.0
 
-    def alive(self) -> tuple[str, ...]:
-        """The nodes whose agents run."""
-        return tuple(node for node in self.story.alive() if node not in self.ended)
-
     # What happens.
 
     def tell(self, record: events.Record) -> list[str]:
@@ -94,7 +90,8 @@ class Narration:
         if story.first_step_at is None:
             stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
             waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"
-            return f".. {now - self.started_at:.0f} s: {counted(len(self.alive()), 'agent')}, {waiting}"
+            here = counted(len({*story.alive()} - self.ended.keys()), "agent")
+            return f".. {now - self.started_at:.0f} s: {here}, {waiting}"
         return f".. {sentences.now_at(story, now)}"
 
     # The end.
