@@ -337,9 +337,8 @@ def wait_for_save(context: LeaderContext, lost: Collection[Seat]) -> Wait | None
     saves = context.generation.waits or (handover is not None and handover.record.save)
     left = context.failed_since is None and all(context.has_reported(seat, "left") for seat in lost)
     done = any(seat in lost or context.has_reported(seat, "held") for seat in first)
-    # The nodes left before all workers had met, so the save cannot begin.
-    unmet = context.generation.waits and context.standing_since is not None
-    if not (saves and left) or done or unmet or context.now >= until:
+    # If the nodes left before all workers had met, the save cannot begin, and this waits in vain.
+    if not (saves and left) or done or context.now >= until:
         return None
     return Wait(f"{list_names(seat.node for seat in first)} saves the agreed step", until)
 
@@ -370,17 +369,15 @@ def survivors(view: View) -> list[Stored[Member]]:
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
-    """The member with the workers that its report of a failure counts, if the report is newer than its key.
+    """The member with the workers that its report of a failure counts, if there is one.
 
-    An agent writes a report before its key. But a member that was cut off registers first, and only then reports what
-    has happened since its last report. A key that does not yet name the present in-place generation is older than the
-    seat, so the seat's workers count.
+    An agent writes its report before its key, each time that its workers change. So the report is never older, except
+    that a member that was cut off registers first. A key that does not yet name the present in-place generation is
+    older than the seat, so the seat's workers count.
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
-        newer = report.record.model_dump(include={"ready", "new", "has_state"})
-        # Revisions order the two: they are counted by the store, not by a clock.
-        return entry if report.mod_revision < entry.mod_revision else _with_fields(entry, newer)
+        return _with_fields(entry, report.record.model_dump(include={"ready", "new", "has_state"}))
     seat = view.seat_of(entry.record)
     if seat is not None and _is_key_older_than_seat(view, entry):
         ready = max(entry.record.ready, seat.workers)

@@ -181,8 +181,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "the silence of a life is forgotten with its key": (
         (_VIEW, "View.newest_verdict", "gone.incarnation if gone is not None", "gone.incarnation if False"),
     ),
-    "an old report counts, and not the key that is newer": ((_CONTEXT, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
-    "a key counts, and not the report that is newer": ((_CONTEXT, "as_reported", "else _with_fields(entry, newer)", "else entry"),),
+    "a key counts, and not the report that is newer": ((_CONTEXT, "as_reported", 'return _with_fields(entry, report.record.model_dump(include={"ready", "new", "has_state"}))', "return entry"),),
     "a key counts, and not the seat that it does not tell of": ((_CONTEXT, "as_reported", "_with_fields(entry, {", "entry if True else _with_fields(entry, {"),),
     "who waits leaves the head on the disk of a node that is lost": (
         (_OFFER, "adds", " or (lacks_head and step == committed)", ""),
@@ -195,7 +194,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "those that have the state leave, and the others start anew": ((_CONTEXT, "LeaderContext.others_go_on", " and (not self.in_place or any_has_state(self.view, stay))", ""),),
     "a step that does not end is waited for by those that leave": ((_CONTEXT, "leave_deadline", "if not (context.draining_seats", "if True or not (context.draining_seats"),),
     "who ends before it takes its seat has ended well": ((_A + "supervisor", "Supervisor._seated_ended", "event.code == 0 and not self.pages", "False and not self.pages"),),
-    "a rank that never met the others is to save": ((_CONTEXT, "wait_for_save", "context.generation.waits and context.standing_since is not None", "False"),),
     "who waits for a pause waits as for a step": ((_CONTEXT, "leave_deadline", "context.others_go_on and standing_since is None", "standing_since is None"),),
     "the only copies leave with their node": ((_CONTEXT, "re_form", 'if kind in ("failure", "lost") and', "if False and"),),
     "a node that has copies and no workers leaves at once": ((_A + "agent", "Agent.drain", "or self.supervisor.seating.memory.newest", ""),),
