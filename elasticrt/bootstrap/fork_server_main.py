@@ -72,6 +72,8 @@ class ForkServer:
         self._executes = True
         # By pid.
         self._workers: dict[int, _Worker] = {}
+        # What ended workers have left of `proc.HELPERS`, by pid and start: when to kill it.
+        self._helpers: dict[tuple[int, int], float] = {}
         # What this process was started with. Each worker gets these dispositions back.
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
         # Gets a byte for each signal that has a handler, so that `select` returns.
@@ -111,7 +113,7 @@ class ForkServer:
         return job
 
     def _turn(self) -> Job | None:
-        sweeps = any(worker.code is not None for worker in self._workers.values())
+        sweeps = self._helpers or any(worker.code is not None for worker in self._workers.values())
         channel = self._channel.fileno()
         ready = select.select([channel, self._wakeup[0]], [], [], SWEEP_AGAIN_S if sweeps else None)[0]
         self._reap()
@@ -183,7 +185,10 @@ class ForkServer:
         return None
 
     def _reap(self) -> None:
-        """Reap ended children, kill what workers left behind, and report each worker of which nothing is left."""
+        """Reap ended children, kill what workers left behind, and report each worker of which nothing is left.
+
+        Nobody waits for the helpers that are left.
+        """
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup[0], 4096):
                 pass
@@ -198,19 +203,32 @@ class ForkServer:
                 _, status = os.waitpid(ended.si_pid, 0)
                 if worker is not None:
                     worker.code = os.waitstatus_to_exitcode(status)
+        for (pid, start), kill_at in list(self._helpers.items()):
+            if not start or proc.start_of(pid) != start:
+                del self._helpers[pid, start]
+            elif time.monotonic() > kill_at:
+                proc.kill(pid, signal.SIGKILL)
         for worker in [each for each in self._workers.values() if each.code is not None]:
             if not self._left_behind(worker) or time.monotonic_ns() - worker.ended_ns > SWEEP_MAX_S * 1e9:
                 self._report(worker)
 
     def _left_behind(self, worker: _Worker) -> bool:
-        """Kill what is left of an ended worker. Returns whether anything was left."""
+        """Kill what is left of an ended worker. Returns whether anything but helpers was left."""
         left = proc.members([worker.pid])
         # A process that has detached itself from its session is no particular worker's. It ends with the last worker.
         if all(each is worker or each.code is not None for each in self._workers.values()):
             left += self._orphans()
-        for pid in left:
+        return self._kill(left)
+
+    def _kill(self, pids: list[int]) -> bool:
+        """Kill processes that workers have left behind, the helpers later. Returns whether there are others."""
+        helpers = [pid for pid in pids if proc.is_helper(pid)]
+        for pid in helpers:
+            self._helpers.setdefault((pid, proc.start_of(pid)), time.monotonic() + proc.HELPER_MAX_S)
+        others = set(pids).difference(helpers)
+        for pid in others:
             proc.kill(pid, signal.SIGKILL)
-        return bool(left)
+        return bool(others)
 
     def _orphans(self) -> list[int]:
         """The pids of children that this process has not started, without those that have ended."""
@@ -229,12 +247,14 @@ class ForkServer:
         self._channel.send(Exited(start.generation, start.local_rank, worker.pid, worker.code, reason))
 
     def _end(self) -> None:
-        """After the end of the agent: end all processes of the workers, within END_MAX_S seconds."""
-        deadline = time.monotonic() + END_MAX_S
-        while time.monotonic() < deadline:
+        """After the end of the agent: end all processes of the workers, within END_MAX_S seconds.
+
+        Their helpers have `proc.HELPER_MAX_S`.
+        """
+        begun = time.monotonic()
+        while time.monotonic() - begun < (proc.HELPER_MAX_S if self._helpers else END_MAX_S):
             proc.kill_sessions(list(self._workers))
-            for pid in self._orphans():
-                proc.kill(pid, signal.SIGKILL)
+            self._kill(self._orphans())
             try:
                 with contextlib.suppress(ChannelClosed):
                     # The agent may have closed only its sending side, and still read how the workers ended.
@@ -243,6 +263,8 @@ class ForkServer:
                     select.select([self._wakeup[0]], [], [], SWEEP_AGAIN_S)
             except ChildProcessError:
                 return
+        for pid, _ in self._helpers:
+            proc.kill(pid, signal.SIGKILL)
 
 
 def main(text: str) -> NoReturn:

@@ -30,6 +30,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
 """The number of the system call `tgkill`, by machine. glibc has a function for it only since 2.30."""
 
+HELPERS = re.compile(
+    # multiprocessing's: removes named semaphores and shared memory as soon as no process holds its pipe.
+    r".*\0-c\0from multiprocessing\.resource_tracker import main"
+    # Torch's, for the sharing strategy "file_system": waits 2 s for another process before it removes files.
+    r"|torch_shm_manager\0",
+    re.DOTALL,
+)
+"""How the command lines begin of helpers that remove what killed processes leave in /dev/shm. Nobody else knows which
+files those are, so helpers are not killed with the processes that they serve. They end by themselves."""
+
+HELPER_MAX_S = 4.0
+"""A helper that has not ended after so long is killed: something keeps its pipe open. Torch's needs 2 s."""
+
 # Expected: the process has ended, or it belongs to another user (set-uid).
 _GONE = (errno.ESRCH, errno.EPERM)
 
@@ -303,15 +316,25 @@ def signal_main_thread(pid: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), "tgkill")
 
 
-def kill_sessions(session_ids: Collection[int]) -> None:
-    """Kill all processes of these sessions."""
+def is_helper(pid: int) -> bool:
+    """Whether process `pid` is one of HELPERS. One in the session of this process counts as any other process."""
+    try:
+        # The helper of this process itself would not end, because this process holds its pipe.
+        return os.getsid(pid) != os.getsid(0) and HELPERS.match(text_of(Path(f"/proc/{pid}/cmdline"))) is not None
+    except OSError:
+        return False
+
+
+def kill_sessions(session_ids: Collection[int], *, with_helpers: bool = False) -> None:
+    """Kill all processes of these sessions; the HELPERS among them only `with_helpers`."""
+    spared = set() if with_helpers else {pid for pid in members(session_ids) if is_helper(pid)}
     # The process groups of the leaders come first. Each is killed in one step, so its members cannot fork away from a
-    # list.
+    # list. A helper is in the same group: then the step only stops them all.
     for session_id in session_ids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(session_id, signal.SIGKILL)
+            os.killpg(session_id, signal.SIGSTOP if spared else signal.SIGKILL)
     for pid in members(session_ids):
-        kill(pid, signal.SIGKILL)
+        kill(pid, signal.SIGCONT if pid in spared else signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

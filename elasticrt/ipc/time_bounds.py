@@ -89,7 +89,8 @@ EXIT_HOOKS_S = 0.1
 """How long workers have between a handover and SIGKILL, for `finally`, `with` and exit hooks."""
 
 PARENT_END_S = 5.0
-"""How long a worker parent may take to end with its workers. It needs milliseconds."""
+"""How long a worker parent may take to end with its workers. It needs milliseconds; `proc.HELPER_MAX_S` at most, if it
+waits for helpers of the workers."""
 
 JOIN_AGAIN_S = 1.0
 JOIN_AGAIN_S_MAX = 60.0

@@ -24,7 +24,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
-from elasticrt.ipc.proc import kill_sessions, members, start_of
+from elasticrt.ipc.proc import HELPER_MAX_S, kill_sessions, members, start_of
 from elasticrt.ipc.time_bounds import PARENT_END_S
 
 log = logging.getLogger(__name__)
@@ -157,10 +157,10 @@ class WorkerParent:
         # workers have started. Those are still in the workers' sessions, even if a worker itself is gone (start time
         # 0).
         sessions = {pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}
-        deadline = time.monotonic() + PARENT_END_S
+        begun = time.monotonic()
         # Again and again, because a process may start another one between the look and the signal.
-        while members(sessions) and time.monotonic() < deadline:
-            kill_sessions(sessions)
+        while members(sessions) and (waited_s := time.monotonic() - begun) < PARENT_END_S:
+            kill_sessions(sessions, with_helpers=waited_s > HELPER_MAX_S)
             time.sleep(0.01)
         self._ended.set()
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -55,6 +55,29 @@ def test_kill_sessions(leader):
                 raise ProcessLookupError
 
 
+@pytest.mark.parametrize("with_helpers", [False, True])
+def test_a_helper_is_spared(with_helpers):
+    """W11: it goes on until nobody holds its pipe, if it is not to be killed as well."""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main;main({reader})"]
+    with subprocess.Popen(command, pass_fds=[reader], start_new_session=True) as process:
+        try:
+            assert proc.is_helper(process.pid)
+            proc.kill_sessions([process.pid], with_helpers=with_helpers)
+            os.close(writer)
+            assert process.wait(20) == (-signal.SIGKILL if with_helpers else 0)
+        finally:
+            process.kill()
+    os.close(reader)
+
+
+def test_a_helper_of_this_session_is_none_to_wait_for():
+    """W11: it does not end before the process that asks."""
+    command = [sys.executable, "-c", "from multiprocessing.resource_tracker import main;main(0)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert not proc.is_helper(process.pid)
+
+
 def test_the_dead_are_no_members():
     """A process that has ended and a number that nobody has are treated alike."""
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
