@@ -533,7 +533,8 @@ class Agent(WorkerSide):
                 head, known = self._newest_checkpoint() if asks else (None, False)
                 lost = known and saves and (head is None or head.reached < decision.save_step)
                 if self.supervisor.misfit is None or decision.save_step:
-                    self.console.left(decision, head, lost=lost, late_after=late_after, known=known or away)
+                    known = known or away
+                    self.console.left(decision, head, saves=saves, lost=lost, late_after=late_after, known=known)
                 if self.supervisor.misfit is not None:
                     raise CheckpointError(self.supervisor.misfit.summary)
                 return EXIT_CHECKPOINT if lost else EXIT_TERMINATED

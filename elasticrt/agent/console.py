@@ -315,13 +315,21 @@ class Console:
         self.say(f"generation {new.number}: {cause}, {size} (standing by here{until})", "generation")
 
     def left(
-        self, decision: Leave, head: Commit | None, *, lost: bool = False, late_after: int = 0, known: bool = True
+        self,
+        decision: Leave,
+        head: Commit | None,
+        *,
+        saves: bool = False,
+        lost: bool = False,
+        late_after: int = 0,
+        known: bool = True,
     ) -> None:
         """Say how the run went on this node, which leaves it, what is saved, and how to go on.
 
         Args:
             decision: the decision to leave.
             head: the newest committed checkpoint that this node knows; None without one.
+            saves: whether this node had to save the step of `decision`.
             lost: whether the step that this node had to save is not saved, so that nobody saves it any more.
             late_after: the last step that the workers have finished, if they could not hand over in time; else 0.
             known: whether `head` is certainly the newest checkpoint.
@@ -354,7 +362,8 @@ class Console:
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
         saved = which_steps_are_saved(reached) if (reached or behind) and not lost else ""
         if behind and not lost:
-            saved += f"; the node of rank 0 says whether step {behind:,} is saved"
+            who = "etcd does not say" if saves else "the node of rank 0 says"
+            saved += f"; {who} whether step {behind:,} is saved"
         self.say(how_to_go_on(self._settings.run_id, saved))
 
     def stopped(self, code: int) -> None:

@@ -73,15 +73,19 @@ def doing(  # noqa: PLR0912  It is one column of guards.
         here = f"{list_names(view.members)} here, {missing} missing"
         return Doing(_NODES, here, view.too_few_since + me.spec.join_timeout_s)
     if generation is not None and waits:
-        lacks, seated = me.spec.min_nodes - generation.nodes, [seat.node for seat in view.seats_in_rank_order()]
-        if lacks <= 0:
+        if me.spec.min_nodes <= generation.nodes:
             return Doing("saving", decision.reason)
-        newcomers = [name for name in view.members if name not in seated]
-        parts = [f"{list_names(seated)} here"]
-        if newcomers:
-            parts.append(f"{list_names(newcomers)} {'is' if len(newcomers) == 1 else 'are'} setting up")
-        if lacks > len(newcomers):
-            parts.append(f"{lacks - len(newcomers)} missing")
+        # A follower sees no other key than the leader's: the seats tell it who else is here. A node that has come back
+        # since has another incarnation.
+        lives = {name: each.record.incarnation for name, each in view.members.items()}
+        seated = [seat.node for seat in view.seats_in_rank_order() if lives.get(seat.node) in (None, seat.incarnation)]
+        able = list(dict.fromkeys([*seated, *(name for name, each in view.members.items() if each.record.ready)]))
+        setting_up = [name for name in view.members if name not in able]
+        parts = [f"{list_names(able)} here"] if able else []
+        if setting_up:
+            parts.append(f"{list_names(setting_up)} {'is' if len(setting_up) == 1 else 'are'} setting up")
+        if (missing := me.spec.min_nodes - len(able) - len(setting_up)) > 0:
+            parts.append(f"{missing} missing")
         return Doing(_NODES, ", ".join(parts))
     # After a new attempt has begun, the generation may still be one of the attempt before.
     runs = generation is not None and generation.attempt == me.attempt

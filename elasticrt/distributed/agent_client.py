@@ -283,8 +283,17 @@ def agent_link() -> AgentClient:
 
 @lru_cache(maxsize=1)
 def status_page() -> StatusPage:
-    """This process's status page; without an agent, a page that only this process sees."""
-    return StatusPage(worker_env().page_fd)
+    """This process's status page; without an agent, a page that only this process sees.
+
+    Raises ConfigError in a process that has the worker's environment, and not its descriptors.
+    """
+    try:
+        return StatusPage(worker_env().page_fd)
+    except (OSError, ValueError) as error:
+        # A loader's worker that is spawned runs the script from its first line to its `if __name__ == "__main__":`.
+        what, expected = "called in a process that the script has started", "a call in the worker itself"
+        remedy = 'Put the call behind `if __name__ == "__main__":`, or let loaders fork their workers'
+        raise ConfigError(what, "elasticrt.init", got=error, expected=expected, remedy=remedy) from error
 
 
 @lru_cache(maxsize=1)

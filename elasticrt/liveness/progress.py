@@ -244,9 +244,9 @@ class Progress:
         if pause_s is None:
             self._events.write(events.SetUp(generation, parts, age_s))
             return
-        self.pause_s = pause_s
-        if "start" not in parts:
-            self.pause_s -= (parts.get("detect", 0.0) + parts["first_step"]) / 1000
+        # What a change costs those that train: not the wait for nodes, which is in `agree`.
+        others = ("agree",) if "start" in parts else ("detect", "agree", "first_step")
+        self.pause_s = pause_s - sum(parts.get(each, 0.0) for each in others) / 1000
         self._events.write(events.Recovery(generation, pause_s, parts, age_s))
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 

@@ -373,24 +373,27 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
 
     An agent writes its report before its key, each time that its workers change. So the report is never older, except
     that a member that was cut off registers first. A key that does not yet name the present in-place generation is
-    older than the seat, so the seat's workers count.
+    older than the member's seat, so the seat's workers count. Without a seat none counts: the agent has still to tell
+    what became of its workers.
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
         return _with_fields(entry, report.record.model_dump(include={"ready", "new", "has_state"}))
     seat = view.seat_of(entry.record)
-    if seat is not None and _is_key_older_than_seat(view, entry):
-        ready = max(entry.record.ready, seat.workers)
-        return _with_fields(entry, {"ready": ready, "new": ready - seat.workers})
-    return entry
+    if not _is_key_older(view, entry):
+        return entry
+    if seat is None:
+        return _with_fields(entry, {"ready": 0, "new": 0}) if entry.record.generation else entry
+    ready = max(entry.record.ready, seat.workers)
+    return _with_fields(entry, {"ready": ready, "new": ready - seat.workers})
 
 
 def _with_fields(entry: Stored[Member], newer: Mapping[str, object]) -> Stored[Member]:
     return replace(entry, record=entry.record.model_copy(update=newer))
 
 
-def _is_key_older_than_seat(view: View, entry: Stored[Member]) -> bool:
-    """Whether a member has a seat in place that its key does not tell of yet."""
+def _is_key_older(view: View, entry: Stored[Member]) -> bool:
+    """Whether a member's key does not name the present generation yet, which is one in place."""
     return (
         view.generation is not None
         and view.generation.record.in_place

@@ -143,10 +143,13 @@ def _replace_without_step(context: LeaderContext, change: PlannedChange) -> Deci
 
 
 def _after_waiting(context: LeaderContext) -> Decision:
-    """The generation waits for nodes. The next follows when there are enough and the leaving nodes have saved."""
+    """The generation waits for nodes. The next follows when there are enough, and the survivors have saved.
+
+    A survivor that ends an evaluation first, which no newcomer can take part in, saves after it.
+    """
     missing = [seat for seat in context.seats if context.key_of(seat) and not context.has_reported(seat, "held")]
     until = leave_deadline(context)
-    if context.draining_seats and missing and context.now < until:
+    if missing and context.now < until:
         return Wait(f"waiting for {list_names(seat.node for seat in missing)} to save the state", until)
     too_few = decide_if_too_few(context)
     if too_few is not None:

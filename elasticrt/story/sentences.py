@@ -84,8 +84,12 @@ def saved_again(event: events.Committed) -> str:
 
 
 def etcd_away(story: Story, now: float) -> str:
-    """`etcd has not answered for 12 s: no commits, no changes of membership`; "" if etcd answers."""
-    away = [life.away_since for life in story.living() if life.away_since is not None]
+    """`etcd has not answered for 12 s: no commits, no changes of membership`; "" if etcd answers.
+
+    What a node says that the newest generation has left out says nothing of the run: the node may be cut off.
+    """
+    lives = story.seated_lives() or story.living()
+    away = [life.away_since for life in lives if life.away_since is not None]
     return f"etcd has not answered for {lasted(now - min(away))}: no commits, no changes of membership" if away else ""
 
 

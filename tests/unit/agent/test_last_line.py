@@ -34,6 +34,7 @@ SEAT = object()
 def view(*members: str, short: float | None = None, **fields: object) -> SimpleNamespace:
     """What a leader that may have a seat knows."""
     seated, newcomers = fields.pop("seated", False), fields.pop("newcomers", "")
+    returned, ready = fields.pop("returned", ""), fields.pop("ready", "")
     basic = {
         "handover": None,
         "is_leader": True,
@@ -42,8 +43,14 @@ def view(*members: str, short: float | None = None, **fields: object) -> SimpleN
         "generation_number": 0,
         "roster_known": True,
     }
-    known = {**basic, "members": dict.fromkeys(members), "too_few_since": short, **fields}
-    known["seats_in_rank_order"] = lambda: [SimpleNamespace(node=name) for name in members if name not in newcomers]
+    # Who has come back since the generation began has another life, and may have set up already.
+    lives = {
+        name: SimpleNamespace(record=SimpleNamespace(incarnation=1 + (name in returned), ready=name in ready))
+        for name in members
+    }
+    known = {**basic, "members": lives, "too_few_since": short, **fields}
+    seated_nodes = [name for name in members if name not in newcomers]
+    known["seats_in_rank_order"] = lambda: [SimpleNamespace(node=name, incarnation=1) for name in seated_nodes]
     return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
 
 
@@ -76,6 +83,15 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
             view("a", "b", "c", newcomers="c", generation=WAITING, generation_number=2, seated=True),
             Wait("2 of 3 nodes ready; others are setting up", 9.0), "", None,
             Doing("waiting for nodes", "a, b here, c is setting up"), id="a newcomer is no missing node",
+        ),
+        pytest.param(
+            replace(ME, running_generation=2),
+            view(
+                "a", "b", "c", newcomers="c", returned="b", ready="c", generation=WAITING, generation_number=2,
+                seated=True,
+            ),
+            Wait("2 of 3 nodes ready; others are setting up", 9.0), "", None,
+            Doing("waiting for nodes", "a, c here, b is setting up"), id="a newcomer is ready before one that is back",
         ),
         pytest.param(
             replace(ME, running_generation=2, spec=SimpleNamespace(min_nodes=5, join_timeout_s=600.0)),

@@ -36,6 +36,17 @@ def test_no_agent_no_link():
     assert not any(bytes(agent_client.status_page()))
 
 
+def test_a_spawned_process_of_the_script_is_no_worker(monkeypatch):
+    """A loader's worker that runs the script's `init` has the worker's environment and lacks its descriptors."""
+    forget()
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.close(reader)
+    monkeypatch.setattr(agent_client, "worker_env", lambda: SimpleNamespace(page_fd=reader))
+    with pytest.raises(ConfigError, match=r"a process that the script has started.*__main__"):
+        agent_client.status_page()
+
+
 def test_answers_find_their_requests(monkeypatch):
     """Answers in another order reach the threads that asked."""
     held: list[Reply] = []
