@@ -345,8 +345,6 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return _probe_unreachable_again(context, _after_loss(context, lost))
     if failed:
         return _probe_unreachable_again(context, _after_failure(context, failed))
-    if last is not None:
-        return Wait("the run ends when the newest step is saved", context.generation_seen_at + LEAVE_S_MAX)
     return _probe_unreachable_again(context, lead_planned_change(context))
 
 

@@ -286,11 +286,6 @@ def _join_cause(context: LeaderContext, nodes: Iterable[str]) -> str:
 
 
 def _has_workers_to_let_in(context: LeaderContext, entry: Stored[Member]) -> bool:
-    """Whether a member has workers that could be let in: it has no seat, or more workers ready than its seat has.
-
-    A key that names an earlier generation does not count. Its agent has still to tell what became of those workers.
-    """
-    if 0 < entry.record.generation < context.view.generation_number:
-        return False
+    """Whether a member has workers that could be let in: it has no seat, or more workers ready than its seat has."""
     seat = context.view.seat_of(entry.record)
     return seat is None or (context.in_place and entry.record.ready > seat.workers)
