@@ -530,9 +530,9 @@ def _is_suspected(context: LeaderContext, seat: Seat) -> bool:
     against its own node, and so is a late answer in a handover.
 
     A silence does not answer the evidence of a missing key if it dates from the generation before, or from long before
-    the key went. An isolated leader also probes a node that has registered again since its silence: the isolation may
-    be over. And a node that was silent before another node answered is probed again, because silence and answers are
-    compared with each other.
+    the key went, or if this member's workers have made steps with the node since. An isolated leader also probes a node
+    that has registered again since its silence: the isolation may be over. And a node that was silent before another
+    node answered is probed again, because silence and answers are compared with each other.
     """
     if context.has_left(seat):
         return False
@@ -548,7 +548,7 @@ def _is_suspected(context: LeaderContext, seat: Seat) -> bool:
         vanished, has_answered = context.vanished_at(seat), verdict is None or verdict.kind == "alive"
         term_s = context.spec.lease_ttl_s
         since = max(context.generation_seen_at, vanished - SILENCE_TERMS * term_s)
-        evidence.append(vanished if has_answered else since)
+        evidence.append(vanished if has_answered or context.is_training else since)
     if key is not None and context.isolated:
         evidence.append(key.since)
     if evidence and verdict is not None and verdict.kind == "silent":

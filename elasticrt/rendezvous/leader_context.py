@@ -182,6 +182,12 @@ class LeaderContext:
         """Whether at least half of the seats' nodes are silent. Then the leader must suspect its own network."""
         return 2 * self.silent_count >= len(self.seats)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether this member's own workers make steps with all others."""
+        is_running = self.me.running_generation == self.generation.number and not self.me.starting
+        return is_running and self.failed_since is None and self.standing_since is None
+
     @cached_property
     def in_place(self) -> bool:
         """Whether workers of this generation can go on in the next."""

@@ -57,7 +57,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "who has lost its key is not asked": ((_DECIDE, "_is_suspected", "if key is None:", "if False:"),),
     "an old silence is believed": (
         (_DECIDE, "_is_suspected", "max(context.generation_seen_at, vanished - SILENCE_TERMS * term_s)", "-math.inf"),
+        (_DECIDE, "_is_suspected", "has_answered or context.is_training", "has_answered"),
     ),
+    "a silence is believed although steps go on": ((_DECIDE, "_is_suspected", "has_answered or context.is_training", "has_answered"),),
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed_newcomers", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_probe_unreachable_again", "Wait | Publish", "Wait"),),
     "who was out of reach is not asked when another has answered since": (
