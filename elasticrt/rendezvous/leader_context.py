@@ -375,16 +375,18 @@ def survivors(view: View) -> list[Stored[Member]]:
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
-    """The member with the workers that its report of a failure counts, if there is one.
+    """The member with the workers that its report of a failure counts, if the report is newer than its key.
 
-    An agent writes its report before its key, each time that its workers change. So the report is never older, except
-    that a member that was cut off registers first. A key that does not yet name the present in-place generation is
+    An agent writes a report before its key. But a member that was cut off registers first, and only then reports what
+    has happened since its last report. A key that does not yet name the present in-place generation is
     older than the member's seat, so the seat's workers count. Without a seat none counts: the agent has still to tell
     what became of its workers.
     """
     report = view.reports.get(entry.record.node)
     if report is not None and (report.record.status, report.record.incarnation) == ("failed", entry.record.incarnation):
-        return _with_fields(entry, report.record.model_dump(include={"ready", "new", "has_state"}))
+        newer = report.record.model_dump(include={"ready", "new", "has_state"})
+        # Revisions order the two: they are counted by the store, not by a clock.
+        return entry if report.mod_revision < entry.mod_revision else _with_fields(entry, newer)
     seat = view.seat_of(entry.record)
     if not _is_key_older(view, entry):
         return entry

@@ -183,7 +183,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "the silence of a life is forgotten with its key": (
         (_VIEW, "View.newest_verdict", "gone.incarnation if gone is not None", "gone.incarnation if False"),
     ),
-    "a key counts, and not the report that is newer": ((_CONTEXT, "as_reported", 'return _with_fields(entry, report.record.model_dump(include={"ready", "new", "has_state"}))', "return entry"),),
+    "a key counts, and not the report that is newer": ((_CONTEXT, "as_reported", "else _with_fields(entry, newer)", "else entry"),),
     "a key counts, and not the seat that it does not tell of": ((_CONTEXT, "as_reported", "_with_fields(entry, {", "entry if True else _with_fields(entry, {"),),
     "who waits leaves the head on the disk of a node that is lost": (
         (_OFFER, "adds", " or (lacks_head and step == committed)", ""),
