@@ -16,6 +16,7 @@ from elasticrt.ipc import proc
 from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 from elasticrt.ipc.status_page import STACK_BEGINS, STACKS_SIGNAL
+from tests.servers import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
 
@@ -62,7 +63,8 @@ def test_a_helper_is_spared(with_helpers):
     command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main;main({reader})"]
     with subprocess.Popen(command, pass_fds=[reader], start_new_session=True) as process:
         try:
-            assert proc.is_helper(process.pid)
+            # Its command line is empty for a moment after its start.
+            wait_until(lambda: proc.is_helper(process.pid), "the helper runs")
             proc.kill_sessions([process.pid], with_helpers=with_helpers)
             os.close(writer)
             assert process.wait(20) == (-signal.SIGKILL if with_helpers else 0)
