@@ -45,6 +45,9 @@ else:
 
 _logger = logging.getLogger(__name__)
 
+TRY_S_MIN = 0.25
+"""With several endpoints a silent one may use up only its share of the deadline, but not less than this, in seconds."""
+
 PAUSE_S_MIN = 0.02
 """Pauses between two tries, in seconds, are drawn from 0 to a limit that grows from the first value to the second."""
 PAUSE_S_MAX = 0.5
@@ -218,16 +221,17 @@ class _Operation:
         self._logins_left = 1
         self._untrusted: set[str] = set()
         self._last_failure = "no time for a try"
+        # The text of a refused login: it says more than the errors that follow.
+        self._refusal = ""
 
     def attempt(self, method: Callable[[Endpoint], Any], request: Any) -> Any:
         """Try once, at the endpoint in use."""
         timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
-        # With several endpoints a silent one may use up only its share. But a transaction gets all the time there is,
-        # because a try that is cut off leaves its effect unknown.
-        if self._repeatable:
-            timeout_s = min(timeout_s, self._connections.timeout_s / len(self._connections.names))
+        # A transaction gets all the time there is, because a try that is cut off leaves its effect unknown.
+        if self._repeatable and len(self._connections.names) > 1:
+            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections.names)))
         # This bounds the login and the request together.
         until = time.monotonic() + timeout_s
         try:
@@ -260,11 +264,12 @@ class _Operation:
         if meaning is ErrorMeaning.REFUSED and not sent and self._connections.has_answered:
             # The login was good before: the user or its password is being replaced.
             meaning = ErrorMeaning.NOT_SENT
+            self._refusal = f"{details} at {where}"
         match meaning:
             case ErrorMeaning.NOT_SENT:
                 _logger.debug("etcd at %s: %s: %s", where, code, details)
                 self._connections.move_on_from(endpoint)
-                self._last_failure = f"{cause(details) or code} at {where}"
+                self._last_failure = self._refusal or f"{cause(details) or code} at {where}"
                 return _AgainError(self._last_failure)
             case ErrorMeaning.UNKNOWN:
                 self._connections.move_on_from(endpoint)
@@ -280,7 +285,8 @@ class _Operation:
                 what, expected = "this endpoint is not etcd, or TLS failed", "etcd's gRPC port"
                 remedy = "Check host and port; an etcd with TLS needs https://"
                 if endpoint.address.scheme == "https":
-                    remedy = "Check that it is etcd with TLS, and --etcd-ca-file, --etcd-cert-file and --etcd-key-file"
+                    files = "--etcd-ca-file, --etcd-cert-file and --etcd-key-file"
+                    remedy = f"Check that it is etcd with TLS, and {files}"
                 return StoreRefused(what, where, got=cause(details), expected=expected, remedy=remedy)
             case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
                 self._logins_left -= 1
