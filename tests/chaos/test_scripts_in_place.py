@@ -166,6 +166,15 @@ def _notes(directory: Path) -> Notes:
     }
 
 
+def _check_ends(directory: Path, alone: Notes) -> None:
+    """All three processes end with the weights of the same script, undisturbed and alone."""
+    ends = [each[-1] for each in _notes(directory).values() if each and "end" in each[-1]]
+    ((*_, reference),) = alone.values()
+    assert len(ends) == 3
+    for end in ends:
+        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
+
+
 def _check(tmp_path: Path, case: Case, alone: dict[str, Notes]) -> None:
     name, victim, step, point = case
     options = ["--nproc-per-node", "3"]
@@ -236,11 +245,7 @@ def test_what_cannot_be_renewed(tmp_path: Path, alone: dict[str, Notes], name: s
         cluster.start("node")
         assert cluster.ended(90) == {"node": 0}, cluster.story()
         assert [event["in_place"] for event in cluster.events("generation")] == [False, False], cluster.story()
-    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
-    ((*_, reference),) = alone[name].values()
-    assert len(ends) == 3
-    for end in ends:
-        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
+    _check_ends(tmp_path, alone[name])
 
 
 @pytest.mark.parametrize("name", ["changed_early", pytest.param("in_a_closure", marks=pytest.mark.slow)])
@@ -256,11 +261,7 @@ def test_a_first_step_that_cannot_be_undone(tmp_path: Path, alone: dict[str, Not
         blamed = [each["failure"] for each in cluster.events("worker_ended") if each["failure"]]
         assert blamed and all("killed by SIGKILL" in each for each in blamed), cluster.story()
         assert "Traceback" not in cluster.agents["node"].text(), cluster.story()
-    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
-    ((*_, reference),) = alone[name].values()
-    assert len(ends) == 3
-    for end in ends:
-        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
+    _check_ends(tmp_path, alone[name])
 
 
 def test_a_stream_cannot_go_on_with_fewer(tmp_path: Path) -> None:
@@ -309,8 +310,4 @@ def test_a_peer_that_is_lost_outside_of_a_step(tmp_path: Path, alone: dict[str, 
     with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
         cluster.start("node")
         assert cluster.ended(90) == {"node": 0}, cluster.story()
-    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
-    ((*_, reference),) = alone["evaluated"].values()
-    assert len(ends) == 3
-    for end in ends:
-        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
+    _check_ends(tmp_path, alone["evaluated"])
