@@ -145,11 +145,12 @@ def _replace_without_step(context: LeaderContext, change: PlannedChange) -> Deci
 def _after_waiting(context: LeaderContext) -> Decision:
     """The generation waits for nodes. The next follows when there are enough, and the survivors have saved.
 
-    A survivor that ends an evaluation first, which no newcomer can take part in, saves after it.
+    A survivor that ends an evaluation first, which no newcomer can take part in, saves after it. Evaluations may take
+    long, so there is a deadline only for nodes that are to leave.
     """
     missing = [seat for seat in context.seats if context.key_of(seat) and not context.has_reported(seat, "held")]
-    until = leave_deadline(context)
-    if missing and context.now < until:
+    until = leave_deadline(context) if context.draining_seats else None
+    if missing and (until is None or context.now < until):
         return Wait(f"waiting for {list_names(seat.node for seat in missing)} to save the state", until)
     too_few = decide_if_too_few(context)
     if too_few is not None:

@@ -6,6 +6,7 @@ Saves that are due at the same boundary share one copy of the state.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,9 @@ from elasticrt.distributed import agent_client, collectives
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train.training_state import TrainingState
+
+WAITING_SAVE_S_MAX = 60.0
+"""How long a run that waits for nodes goes on waiting for a save, in seconds, when the nodes are there."""
 
 
 class Saving:
@@ -112,10 +116,20 @@ class Saving:
         The save is written by another thread, because the next seat may come at any time.
 
         Args:
-            then: called when that is done, perhaps by another thread; at once if there is nothing to save.
+            then: called when that is done, perhaps by another thread; at once if there is nothing to save. A save may
+                hang with its disk, so after WAITING_SAVE_S_MAX seconds `then` is called all the same, and once more if
+                the save ends.
         """
         if self.is_first and self.checkpointer.adds(self._state.position.steps):
-            self.take(save=True, copy=False, then=then)
+            late = threading.Timer(WAITING_SAVE_S_MAX, then)
+            late.daemon = True
+            late.start()
+
+            def saved() -> None:
+                late.cancel()
+                then()
+
+            self.take(save=True, copy=False, then=saved)
         else:
             then()
 
