@@ -240,7 +240,9 @@ class CulpritSearch:
             failed = [said for each in (self.answer, *others.values()) if isinstance(said := each.get("failed"), str)]
             if not (silent_ones or failed):
                 failed = [each.summary for each in self._workers.state().failures[:1]]
-            self._report(now, replace(unagreed(silent_ones, failed, why), step=self._steps.detector.step))
+            # The detector does not look at the steps after a failure.
+            step = max(map(step_of, self._workers.pages()), default=self._steps.detector.step)
+            self._report(now, replace(unagreed(silent_ones, failed, why), step=step))
             return
         if not self.positions:
             return
