@@ -5,10 +5,11 @@ Also checks that loader and sampler belong together: the sampler counts the samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
@@ -71,17 +72,69 @@ def samples_per_batch(loader: object) -> int:
     return size
 
 
-def feed(
-    loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
-) -> Iterator[tuple[Any, BatchSlice]]:
-    """Yield each batch of `loader` with its slice of the global batch: WHOLE without an ElasticBatchSampler.
+class Drawing:
+    """Draws the batches of an epoch for one call of `Loop.batches`. Begins anew where this rank gets other samples.
 
     Args:
         loader: the loader.
         sampler: the sampler of the Loop.
-        skip: how many batches to drop at the beginning.
-        beginning: entered while the loader begins its epoch and the dropped batches are drawn. It decides which random
-            numbers the loader draws then.
+        done: how many batches of the epoch are trained. Without a sampler they are drawn and dropped.
+        place: the world size, and this rank.
+        beginning: entered while the loader begins its epoch and drops batches. It decides which random numbers the
+            loader draws then.
+
+    Attributes:
+        skips: whether batches were dropped.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        sampler: AnySampler,
+        done: int,
+        place: tuple[int, int],
+        beginning: AbstractContextManager[None],
+    ) -> None:
+        self._loader, self._sampler = loader, sampler
+        self._begin(done, place, beginning)
+
+    def _begin(self, done: int, place: tuple[int, int], beginning: AbstractContextManager[None]) -> None:
+        skip, self._place = done if self._sampler is None else 0, place
+        self.skips = skip > 0
+        self._drawn = _feed(self._loader, self._sampler, skip, beginning)
+        # The batch that was drawn last, and its number in the epoch, from 0.
+        self._at_hand: tuple[Any, BatchSlice | None] = (None, None)
+        self._number = done - 1
+
+    def move(self, place: tuple[int, int], done: int) -> None:
+        """Draw this rank's samples at another `place`, after a change of the membership.
+
+        Only a sampler of ours, or the dataset of a stream, cuts by the place.
+        """
+        if self._sampler is None and not (place != self._place and is_stream(self._loader, self._sampler)):
+            return
+        self._drawn.close()
+        # A loader may draw random numbers when it begins. An undisturbed run draws none here, so they are put back.
+        self._begin(done, place, torch.random.fork_rng(devices=[]))
+
+    def draw(self, done: int) -> tuple[Any, BatchSlice | None]:
+        """The batch that follows the `done` trained ones of the epoch, and its slice; (None, None) at the end.
+
+        Without a sampler a rank cannot get other samples. An undone step gets the batch at hand once more, so nothing
+        is drawn. If other ranks have finished that step, this rank's batch of it is passed over.
+        """
+        for _ in range(done - self._number if self._sampler is None else 1):
+            self._at_hand = next(self._drawn, (None, None))
+        self._number = done
+        return self._at_hand
+
+
+def _feed(
+    loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
+) -> Generator[tuple[Any, BatchSlice], None, None]:
+    """Yield each batch of `loader` with its slice of the global batch: WHOLE without an ElasticBatchSampler.
+
+    The first `skip` batches are dropped. `beginning`: see `Drawing`.
 
     Raises ConfigError when loader and sampler end at different times.
     """

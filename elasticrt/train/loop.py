@@ -37,7 +37,7 @@ from elasticrt.distributed.signal_guard import SignalGuard
 from elasticrt.errors import ConfigError, Handover, explain, path_of
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import check_loader, feed, is_stream, samples_per_batch, stream_resized
+from elasticrt.train.batches import Drawing, check_loader, is_stream, samples_per_batch, stream_resized
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.step_tracker import StepTracker
@@ -337,14 +337,19 @@ class Loop:
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
-        before, now = self._world.resumed_size, self._world.size
-        if before != now and self._state.position.batches and is_stream(loader, self._state.sampler):
-            raise stream_resized(before, now)
+        if not self._state.position.batches:
+            self._state.begun_by = self._world.size
+        elif self._is_resized_stream(loader):
+            raise stream_resized(self._state.begun_by, self._world.size)
         self._weighting.renew()
         self._state.ledger.renew()
         self._tracker.batches_calls += 1
         self._loader = loader
         return self._batches(loader, self._tracker.batches_calls)
+
+    def _is_resized_stream(self, loader: Iterable[Any]) -> bool:
+        """Whether nobody can say which samples of this epoch are left: see `is_stream`."""
+        return self._state.begun_by != self._world.size and is_stream(loader, self._state.sampler)
 
     def _set_batch_size(self, size: int) -> None:
         """Note how many samples a batch of the loader has, where the sampler does not know it.
@@ -364,30 +369,21 @@ class Loop:
         if state.position.drained or state.position.left or self._is_exhausted:
             tracker.has_left = state.position.left
             return
-        skip = state.position.batches if state.sampler is None else 0
         beginning = state.rng.beginning(state.position, resumed=resumed)
-        drawn: Any = feed(loader, state.sampler, skip, beginning)
-        epoch, seat_changes, size = state.position.epoch, world.seat_changes, world.size
-        # `at_hand` is the number of the batch that was drawn last, from 0.
-        batch, share, at_hand = None, None, state.position.batches - 1
+        drawing = Drawing(loader, state.sampler, state.position.batches, (world.size, state.rng.rank), beginning)
+        epoch, seat_changes = state.position.epoch, world.seat_changes
         # If this rank has taken over the state of ranks in a later epoch, the batches of this epoch are over.
         while state.position.epoch == epoch and not state.position.limit_reached(self._steps_max):
-            if seat_changes != world.seat_changes and state.position.batches and is_stream(loader, state.sampler):
-                if world.save_last_together(self._saving.save_last):
-                    raise stream_resized(size, world.size)
-                continue
-            if seat_changes != world.seat_changes and state.sampler is not None:
-                # With another rank or world size, this rank has other samples from here on, so the loader begins anew.
-                # A loader may draw random numbers when it begins. An undisturbed run draws none here, so they are put
-                # back.
-                drawn.close()
-                drawn = feed(loader, state.sampler, 0, torch.random.fork_rng(devices=[]))
-            seat_changes = world.seat_changes
-            # Without a sampler a rank cannot get other samples. An undone step gets the batch at hand once more, so
-            # nothing is drawn. If other ranks have finished that step, this rank's batch of it is passed over.
-            for _ in range(state.position.batches - at_hand if state.sampler is None else 1):
-                batch, share = self._draw(drawn, expected=not skip)
-            at_hand, tracker.was_undone = state.position.batches, False
+            if seat_changes != world.seat_changes:
+                state.begun_by = state.begun_by if state.position.batches else world.size
+                if self._is_resized_stream(loader):
+                    if world.save_last_together(self._saving.save_last):
+                        raise stream_resized(state.begun_by, world.size)
+                    continue
+                seat_changes = world.seat_changes
+                drawing.move((world.size, state.rng.rank), state.position.batches)
+            batch, share = self._draw(drawing)
+            tracker.was_undone = False
             if share is None:
                 state.position = state.position._replace(drained=True)
                 break
@@ -425,18 +421,13 @@ class Loop:
         self._begin_batch(share)
         self._tracker.has_batch = True
 
-    def _draw(self, drawn: Iterator[tuple[Any, BatchSlice]], *, expected: bool) -> tuple[Any, BatchSlice | None]:
-        """The next batch and its slice; (None, None) at the end of the loader.
-
-        Args:
-            drawn: what `feed` gives.
-            expected: whether a batch is to be expected, so that the agent notices a loader that hangs.
-        """
+    def _draw(self, drawing: Drawing) -> tuple[Any, BatchSlice | None]:
+        """The next batch of `drawing` and its slice; (None, None) at the end of the loader."""
         since_ns = time.monotonic_ns()
-        # After a restart the first batch may be preceded by many that are skipped. How long these take says nothing
-        # about a hang.
-        self._page.stepping = self._page.stepping or (FIRST_BATCH if expected else 0)
-        found = next(drawn, (None, None))
+        # The agent is to notice a loader that hangs. But after a restart the first batch may be preceded by many that
+        # are skipped, and how long these take says nothing about a hang.
+        self._page.stepping = self._page.stepping or (0 if drawing.skips else FIRST_BATCH)
+        found = drawing.draw(self._state.position.batches)
         self._page.data_ns += time.monotonic_ns() - since_ns
         return found
 

@@ -23,7 +23,7 @@ from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
 # The parts that each saved state of a Loop has besides the script's objects.
-_OUR_KEYS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "applied", "traits"}
+_OUR_KEYS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "begun_by", "applied", "traits"}
 
 
 @dataclass
@@ -90,6 +90,7 @@ class TrainingState:
             those of the other ranks. None if not known.
         begun_epoch: the epoch whose batches have begun in this process. A loader draws a random number when it begins,
             and that is in the state then.
+        begun_by: the number of processes that began the batches of the present epoch; 0 if none has begun.
         begun_elsewhere: whether the state comes from an epoch whose batches had begun, and have not begun in this
             process.
         accumulates: whether gradients of earlier steps count, because an optimizer has not stepped since.
@@ -115,6 +116,7 @@ class TrainingState:
         self.is_valid = True
         self.batch_size: int | None = None
         self.begun_epoch: int | None = None
+        self.begun_by = 0
         self.begun_elsewhere = False
         self.applied = AppliedCode()
         self.accumulates = False
@@ -157,6 +159,7 @@ class TrainingState:
             # Large, and so only where an optimizer has still to use them.
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
             "begun": self.begun_epoch == self.position.epoch,
+            "begun_by": self.begun_by,
             "applied": [self.applied.has_head, self.applied.has_body, self.applied.head_results],
             "traits": [traits.communicates_late, sorted(traits.early_parameters), sorted(traits.early_objects)],
             **more,
@@ -219,6 +222,7 @@ class TrainingState:
         self.position = Position(**ours["position"])
         # The loader has drawn its random number before the state was saved, and will draw once more in this process.
         self.begun_elsewhere = ours["begun"] and self.begun_epoch != self.position.epoch
+        self.begun_by = ours["begun_by"]
         self.applied = AppliedCode(*ours["applied"])
         self.ledger.restored(ours["ledger"])
         self.put_vars(dict(self.vars), ours["vars"])

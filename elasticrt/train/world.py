@@ -83,7 +83,6 @@ class World:
         in_place: this process's way from group to group.
         evaluations: the evaluations since the last step.
         size: the number of processes in the present world.
-        resumed_size: the number of processes in the world that began what is left of the epoch.
         seat_changes: how often this process has taken a new seat.
         waits: whether there are too few nodes for a step. Only evaluations that have begun are made then.
         on_change: the functions that the script has given to `Loop.on_change`.
@@ -113,7 +112,7 @@ class World:
         # which it goes on.
         self._rng_before_evaluations: dict[str, Any] = {}
         self._received_rng: dict[str, Any] = {}
-        self.size = self.resumed_size = 1
+        self.size = 1
         self.seat_changes = 0
         self.waits = False
         self.on_change: list[Callable[[Change], None]] = []
@@ -139,10 +138,9 @@ class World:
         self._state.compare_samplers(worker)
         found = self._saving.checkpointer.begin(fresh=fresh)
         _, self.size = collectives.rank_and_world()
-        self.resumed_size = self.size
         if found is not None:
             self._state.restore(found.data)
-            self.resumed_size = self._size_before = found.world_size
+            self._size_before = found.world_size
         self._begin_generation(self._saving.checkpointer.start)
         # A second Loop of the script begins as well, but no change of the membership has cost anything.
         if self._page.step_at_ns:
@@ -406,7 +404,6 @@ class World:
         state.is_valid = True
         self._undo.optimizer_has_begun = self._undo.has_stepped = False
         self.seat_changes += 1
-        self.resumed_size = self.size
         self._saving.move(worker)
         self._begin_generation(worker.nonce)
         state.ledger.renew()

@@ -432,7 +432,7 @@ def test_iterable_dataset(tmp_path):
     loop = Loop(tmp_path)
     with pytest.raises(CheckpointError, match="another world size"):
         for _ in loop.epochs(1):
-            loop._world.resumed_size = 4
+            loop._world.size = 4
             loop.batches(DataLoader(Stream(), batch_size=None))
 
 
