@@ -55,17 +55,18 @@ def in_short(error: BaseException) -> str:
         return ""
     found = described(error)
     excerpt = "" if found.whole else found.callstack.rstrip("\n")
-    if not os.path.exists(path):  # noqa: PTH110  One call.
-        return excerpt
-    rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
-    if isinstance(error, CheckpointError) and error.said_by_rank_0:
+    rank = os.environ.get("RANK", "?")
+    # Where the run directory cannot be written there is no error file. The agent then reads these lines.
+    kept = os.path.exists(path) and os.path.getsize(path) > 0  # noqa: PTH110, PTH202  One call each.
+    shown = os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".") if kept else "not kept"
+    if isinstance(error, CheckpointError) and error.said_by_rank_0 and kept:
         return f"rank {rank} ends with the CheckpointError of rank 0; traceback: {shown}"
     raised_by_us = _innermost(error).startswith(_OURS)
     if isinstance(error, (ConfigError, CheckpointError, DuplicateError)) or (
         isinstance(error, (TypeError, ValueError)) and raised_by_us and _IN_FORM.match(found.message)
     ):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
-    if not is_collateral(found.name, found.message, found.callstack):
+    if not kept or not is_collateral(found.name, found.message, found.callstack):
         return excerpt
     # Without the place in torch's C++ sources.
     said = re.sub(r"^\[[^]]*\] ", "", found.message).split(". ")[0]

@@ -70,6 +70,9 @@ _NESTED = re.compile(r"Caught \S+ (in .+?)\.?\nOriginal Traceback")
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
+# What torch puts before each line of a traceback, and our own line in place of a traceback (`bootstrap.shutdown`).
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_IN_SHORT = re.compile(r"rank \d+: (ConfigError|CheckpointError|DuplicateError|TypeError|ValueError): (.+)")
 # The exit codes of shells for a program that cannot be executed, and for a program that is missing.
 EXITS_OF_SHELLS = (126, 127)
 # The exit code of argparse, click and most other programs for arguments that they do not understand.
@@ -345,9 +348,12 @@ def _in_error_file(content: str) -> Raised:
 
 
 def _in_traceback(lines: Sequence[str]) -> Raised | None:
-    """The exception of the last traceback in an error output; None without one."""
+    """The exception of the last traceback in an error output, or of our own line about one; None without one."""
+    lines = [_RANK.sub("", line) for line in lines]
     starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK)]
-    found = exceptions_in("\n".join(lines[starts[-1] :])) if starts else []
+    newest = lines[starts[-1] :] if starts else lines
+    in_short = [(found[1], found[2]) for found in map(_IN_SHORT.fullmatch, newest) if found]
+    found = in_short or exceptions_in("\n".join(newest))
     return Raised(*found[-1], "\n".join(lines)) if found else None
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elasticrt.ipc.failure import ENDED_EARLY, LET_GO_NEVER, Failure, first_cause
+from elasticrt.ipc.failure import ENDED_EARLY, LET_GO_NEVER, TRACEBACK, Failure, first_cause
 from elasticrt.workers.failures import Remains, failure_of, failure_of_node, is_collateral, raised
 from tests.unit.workers.states import ended, worker
 
@@ -162,6 +162,18 @@ def test_nccl_aborts_when_a_peer_is_gone():
         ({"error_file": error_file("ReadAheadError: x"), "stepped": True}, 1),
         ({"error_file": error_file("ValueError: x")}, 0),
         ({"last_lines": ["Traceback (most recent call last):", "elasticrt.errors.CheckpointError: x"]}, 5),
+        (
+            {
+                "last_lines": [
+                    f"[rank0]: {TRACEBACK}",
+                    '[rank0]:   File "x"',
+                    "[rank0]: elasticrt.errors.CheckpointError: x",
+                ]
+            },
+            5,
+        ),
+        ({"last_lines": ["rank 1: DuplicateError: x", "  called at x", "  traceback: not kept"]}, 7),
+        ({"last_lines": ["rank 1: DuplicateError: x", TRACEBACK, "ValueError: y"]}, 0),
         ({"error_file": error_file("CheckpointError: x"), "code": -9}, 0),
     ],
 )
