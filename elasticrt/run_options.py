@@ -111,7 +111,8 @@ class RunOptions(EtcdOptions):
     )
     signals: tuple[Signals, ...] = _nodes(
         "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "signals that make the node leave; a second "
-        "one ends it at once. Under nohup SIGHUP does nothing", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "one, half a second later or more, ends it at once. Under nohup SIGHUP does nothing", parse.signals,
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )  # fmt: skip
     health: tuple[str, int] | None = _nodes(
         "--health-port [HOST:]PORT", None, "answer GET /live, /ready and /metrics there, also while etcd is away; 0: "

@@ -8,6 +8,7 @@ needs: signals, the health port, joining and leaving. `agent.supervisor` starts 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -77,6 +78,10 @@ END_GRACE_S = 5.0
 ALONE_S = 5.0
 """An agent warns that it is alone after this time. Agents that are started together find each other sooner."""
 
+ECHO_S = 0.5
+"""Signals that follow the one before within this time are no second signal. `timeout` and other wrappers signal their
+child and then its whole process group, and some schedulers do so as well."""
+
 AT_ONCE_S = 1.0
 """From a second signal to the end of the agent. Ending workers and deregistering takes milliseconds."""
 
@@ -129,7 +134,7 @@ class Agent(WorkerSide):
         self.drain_timed_out = False
         # When to warn if no other node has come; None: never.
         self.alone_at: float | None = None
-        # Whether a signal has come while this node was leaving already: workers then get no more time to end.
+        # Whether a second signal has come: workers then get no more time to end.
         self.hurry = False
         # Since when etcd has not answered, as far as an event has told it; None while etcd answers.
         self.away_since: float | None = None
@@ -139,6 +144,8 @@ class Agent(WorkerSide):
         # The signals that have come, and those that the loop has handled. Only the signal handler writes the first
         # count, and only the loop the second: a count that both wrote could lose a signal.
         self._signals = self._signals_done = 0
+        # When the newest of them came.
+        self._signalled_at = -math.inf
         self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
@@ -170,9 +177,11 @@ class Agent(WorkerSide):
                 self.health.close()
             self.console.stopped(code)
             self.loop.unwatch_threads()
-            # Python restores the default signal handlers before it exits. By default SIGALRM ends the process, so an
-            # alarm that is still set would replace the exit code.
+            # Python restores the default signal handlers before it exits. An alarm that is still set, or one more
+            # signal, would then end the process, and replace the exit code.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+            for number in self.settings.options.signals if self._signals else ():
+                signal.signal(number, signal.SIG_IGN)
         return code
 
     def tell_to_leave(self, number: int) -> None:
@@ -183,6 +192,10 @@ class Agent(WorkerSide):
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Handle a signal. The second one sets an alarm, so that the agent ends even if etcd does not answer."""
+        now = self.clock.monotonic()
+        if now - self._signalled_at < ECHO_S:
+            return
+        self._signalled_at = now
         self.tell_to_leave(number)
         # Not left to the loop, which may be waiting for etcd: some schedulers send the same signal to the workers.
         self.supervisor.told_to_leave()
@@ -346,7 +359,7 @@ class Agent(WorkerSide):
                 if isinstance(event, WorkerMessage) and isinstance(event.message, Step):
                     self.console.note_step(event.generation, event.rank, event.message)
                 if self.supervisor.misfit is not None and not self._is_leaving:
-                    self._begin_to_leave("the script of this node is not the run's")
+                    self.drain("the script of this node is not the run's")
 
     # Joining.
 
@@ -544,26 +557,21 @@ class Agent(WorkerSide):
                 raise halted(decision, self.settings.run_id)
 
     def _leave_on_signal(self, number: signal.Signals) -> None:
-        """Begin to leave because of the signal `number`. If this node is leaving already, end every wait."""
+        """Leave by a handover because of the signal `number`. If it is the second one, leave at once.
+
+        A handover needs etcd. Without an answer from etcd the handover waits, for `drain_timeout_s` at most.
+        """
         self.last_signal = number
-        self.hurry = self.hurry or self._is_leaving
-        self._begin_to_leave(f"{number.name} received")
+        if self._signals > 1:
+            self.hurry, me = True, self.member.me
+            self.member.me = replace(me, leave_reason=me.leave_reason or f"{number.name} received")
+        elif not self._is_leaving:
+            self.drain(f"{number.name} received")
 
     @property
     def _is_leaving(self) -> bool:
         """Whether this node is leaving the run, at once or after a handover."""
         return self.member.me.record.draining or bool(self.member.me.leave_reason)
-
-    def _begin_to_leave(self, reason: str) -> None:
-        """Leave by a handover, or at once if a handover is under way already, for this `reason`.
-
-        A handover needs etcd. Without an answer from etcd the handover waits, for `drain_timeout_s` at most.
-        """
-        member = self.member
-        if self._is_leaving:
-            member.me = replace(member.me, leave_reason=member.me.leave_reason or reason)
-        else:
-            self.drain(reason)
 
     def drain(self, reason: str) -> None:
         """See `WorkerSide`. Gives the handover `drain_timeout_s` seconds.
@@ -605,10 +613,10 @@ class Agent(WorkerSide):
         """
         while not self.queue.empty():
             event = self.queue.get_nowait()
-            self.hurry = self.hurry or isinstance(event, signal.Signals)
             asks = isinstance(event, WorkerMessage) and isinstance(event.message, Request)
             if asks or isinstance(event, WorkerEnded | GroupEnded | Commit):
                 self.handle(event)
+        self.hurry = self.hurry or self._signals > 1
         return self.hurry
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.agent.agent import ECHO_S
 from tests.cluster import gone, kill
 from tests.servers import EtcdServer, wait_until, wheel_binary
 
@@ -147,6 +148,8 @@ def test_a_second_signal_ends_a_node_that_waits_for_etcd(tmp_path: Path) -> None
         try:
             agent.process.send_signal(signal.SIGINT)
             agent.wait_for("leaving: SIGINT received")
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.process.wait(ECHO_S)
             agent.process.send_signal(signal.SIGINT)
             assert agent.ended() == 143
             assert gone([worker], 10.0) == []
