@@ -204,9 +204,9 @@ def assert_buckets_add_up(run_dir: Path) -> None:
     """
     story = read(run_dir)
     lives = [life for path in files(run_dir) for life in _lives_in(path)]
-    assert len(lives) == len(story.lives), "every agent that has started is a life of the story"
-    for life in story.lives:
-        spans = story.spans_of(life)
+    assert len(lives) == len(story.lives.all), "every agent that has started is a life of the story"
+    for life in story.lives.all:
+        spans = story.lives.spans_of(life)
         spent_s = totals(spans)
         lived_s = max(until - since for node, since, until in lives if (node, since) == (life.node, life.started_at))
         if life.gone_at is not None:

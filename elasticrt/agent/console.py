@@ -127,15 +127,15 @@ class Console:
         Only rank 0's node writes steps as events. On any other node, the steps of its lowest rank keep the last line
         current.
         """
-        newest, ranks = self.story.workers.get(self._node, (0, {}))
+        newest, ranks = self.story.generations.workers.get(self._node, (0, {}))
         if generation == newest and ranks and 0 < rank == min(ranks):
             self._fold_unwritten(events.Step(generation, step.step, step.epoch, step.scalars), step.at_ns / 1e9)
 
     def _note_checkpoint(self, head: Stored[Commit] | None, now: float) -> None:
         """Note a new checkpoint of the run in the story. Only rank 0's node writes it as an event."""
         nonce = head.record.nonce if head is not None else ""
-        if head is not None and nonce != self._head and self.story.chapters:
-            _, ranks = self.story.workers.get(self._node, (0, {}))
+        if head is not None and nonce != self._head and self.story.generations.all:
+            _, ranks = self.story.generations.workers.get(self._node, (0, {}))
             if ranks and 0 not in ranks:
                 self._fold_unwritten(
                     events.Committed(head.record.reached, head.record.generation, head.record.size), now
@@ -144,9 +144,9 @@ class Console:
 
     def _note_saved(self, step: int) -> None:
         """Note in the story up to which `step` the run is saved: a node that stands by has not heard of all commits."""
-        if self.story.chapter is not None and step > self.story.checkpoint:
+        if self.story.generations.newest is not None and step > self.story.checkpoints.newest:
             self._fold_unwritten(
-                events.Committed(step, self.story.chapter.number), self.story.last - self.clock_offset_s
+                events.Committed(step, self.story.generations.newest.number), self.story.last - self.clock_offset_s
             )
 
     def _fold_unwritten(self, event: events.Event, at: float) -> None:
@@ -210,7 +210,7 @@ class Console:
     @property
     def clock_offset_s(self) -> float:
         """What to add to a time of the monotonic clock to get the story's time, which is seconds since 1970."""
-        first = self.story.lives[0] if self.story.lives else None
+        first = self.story.lives.all[0] if self.story.lives.all else None
         return first.begin - first.started_at if first is not None else 0.0
 
     def _say_changes(self, now: float) -> None:
@@ -221,7 +221,7 @@ class Console:
             # `announce_standby` has printed this generation when it began.
             if self._node not in chapter.nodes:
                 continue
-            generation, pids = self.story.workers.get(self._node, (0, {}))
+            generation, pids = self.story.generations.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
             # With --log-format json the line has the facts about the generation as fields.
             fields = {
@@ -235,7 +235,7 @@ class Console:
     def _state_line(self, now: float, step: int | None) -> str:
         """The state of the run in words, for the last line."""
         story, at = self.story, now + self.clock_offset_s
-        newest = max(story.newest, step or 0)
+        newest = max(story.steps.newest, step or 0)
         if newest and now >= self._goodput_at:
             self._goodput_at, self._goodput = now + GOODPUT_SHARE * (at - story.begin), story.goodput(at)
         return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
@@ -271,7 +271,7 @@ class Console:
 
     def committed(self, event: events.Committed) -> None:
         """Write the `event` of a commit. Also print it if the checkpoint before could not be saved."""
-        missed = self.story.unsaved
+        missed = self.story.checkpoints.unsaved
         self.events.write(event)
         if missed is not None:
             self.warn(sentences.saved_again(event))
@@ -334,12 +334,12 @@ class Console:
             late_after: the last step that the workers have finished, if they could not hand over in time; else 0.
             known: whether `head` is certainly the newest checkpoint.
         """
-        chapter, reached = self.story.chapter, head.reached if head is not None else 0
+        chapter, reached = self.story.generations.newest, head.reached if head is not None else 0
         alone = chapter is not None and chapter.nodes == (self._node,)
         # The step that is lost with this node: the one that it had to save, or the last one of a node that trained
         # alone. On other nodes the run goes on with the step.
         missed = decision.save_step if lost else late_after if alone else 0
-        told = self.story.unsaved.step if self.story.unsaved is not None else 0
+        told = self.story.checkpoints.unsaved.step if self.story.checkpoints.unsaved is not None else 0
         self._note_saved(reached)
         if chapter is not None and missed > max(reached, told):
             self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before the step was saved"))
@@ -395,7 +395,7 @@ class Console:
         """Say how the run went, as far as this node knows, and which command tells more."""
         for line in summary(self.story):
             self.say(line, "summary")
-        if self.story.chapters and self._settings.run_dir.is_dir():
+        if self.story.generations.all and self._settings.run_dir.is_dir():
             self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}", "summary")
 
 

@@ -114,7 +114,7 @@ def member(
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
     short_s = now - view.too_few_since if view.too_few_since is not None else 0.0
     return HealthState(
-        run_id=story.run_id,
+        run_id=story.run.run_id,
         node=me.record.node,
         phase="member",
         turned_at=now,

@@ -57,7 +57,7 @@ class Metrics(Collector):
         """All metrics in Prometheus' text format, with the agent's `state`, at `now` (monotonic seconds)."""
         self._state, self._now = state, now
         # The story of one agent has at most one life.
-        for life in self._story.lives[-1:]:
+        for life in self._story.lives.all[-1:]:
             self._told_at = life.begin - life.started_at + now
             spent = life.spans.known_at(self._told_at)
             # The time of a bucket that is not final may still shrink, but a Prometheus counter must never fall.
@@ -90,9 +90,9 @@ class Metrics(Collector):
         yield slow
 
     def _of_story(self, story: Story, node: str) -> Iterator[Metric]:
-        kinds = Counter(chapter.kind for chapter in story.chapters)
+        kinds = Counter(chapter.kind for chapter in story.generations.all)
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
-        restarts = story.chapter.restarts if story.chapter is not None else 0
+        restarts = story.generations.newest.restarts if story.generations.newest is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
         yield _counter(
             "bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._exported
@@ -100,28 +100,30 @@ class Metrics(Collector):
         own_work = GaugeMetricFamily(
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
         )
-        _, here = story.workers.get(node, (0, {}))
+        _, here = story.generations.workers.get(node, (0, {}))
         # Only this node's present ranks: in an earlier generation the node may have had others.
         for rank in here:
-            if rank in story.work:
-                own_work.add_metric([str(rank)], story.work[rank][-1][1])
+            if rank in story.steps.work:
+                own_work.add_metric([str(rank)], story.steps.work[rank][-1][1])
         yield own_work
         yield from _recoveries(story)
-        away_s = sum(end - begin for begin, end in story.times_without_etcd(self._told_at))
+        away_s = sum(end - begin for begin, end in story.lives.times_without_etcd(self._told_at))
         yield _counter("etcd_unanswered_seconds", "How long etcd did not answer this node, in all.", "", {"": away_s})
-        redone = sum(chapter.redone or 0 for chapter in story.chapters)
+        redone = sum(chapter.redone or 0 for chapter in story.generations.all)
         # All nodes write an event about a hang. It counts on the node that has it.
-        failed = sum(not each.hang or each.node == node for each in story.failures)
+        failed = sum(not each.hang or each.node == node for each in story.failures.all)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Its workers that failed or hung, and nodes it has taken out.", "", {"": failed})
-        if story.samples:
-            yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.samples)
-        yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})
-        for _, saved in story.saves[-1:]:
+        if story.steps.samples:
+            yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.steps.samples)
+        yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints.count})
+        for _, saved in story.checkpoints.committed[-1:]:
             yield _gauge("checkpoint_step", "The newest of them.", saved.step)
             yield _gauge("checkpoint_bytes", "Its size.", saved.bytes)
             yield _gauge("checkpoint_duration_seconds", "From its copy to its commit.", saved.took_s)
-            yield _gauge("checkpoint_timestamp_seconds", "When it was committed, since 1970.", story.checkpoint_at)
+            yield _gauge(
+                "checkpoint_timestamp_seconds", "When it was committed, since 1970.", story.checkpoints.newest_at
+            )
         if self._copied is not None:
             yield _gauge("copy_step", "The newest copy of the state in this node's memory.", self._copied.step)
             yield _gauge("copy_bytes", "Its size.", self._copied.bytes)
@@ -148,7 +150,7 @@ def _recoveries(story: Story) -> Iterable[Metric]:
     text = "From the last step before a change to the first after it."
     found = Histogram("elasticrt_recovery_seconds", text, ["phase"], registry=None, buckets=LIMITS_S)
     found.labels(PAUSE)
-    for chapter in story.chapters:
+    for chapter in story.generations.all:
         if chapter.pause_s is not None:
             for phase, took_s in {PAUSE: chapter.pause_s, **chapter.phases}.items():
                 found.labels(phase).observe(took_s)

@@ -95,11 +95,15 @@ def left_after(handover: HandoverRecord | None, directory: Path) -> int:
     handover, the newest step in the events.
     """
     story = read(directory) if has_events(directory) else None
-    newest = story.newest if story is not None else 0
+    newest = story.steps.newest if story is not None else 0
     if handover is None or not handover.save:
         return newest
     # A handover is for the step in which the workers are. If that one hung, the newest step is the one before.
-    same = story is not None and story.chapter is not None and story.chapter.number == handover.generation
+    same = (
+        story is not None
+        and story.generations.newest is not None
+        and story.generations.newest.number == handover.generation
+    )
     return newest if same and newest == handover.step - 1 else handover.step
 
 

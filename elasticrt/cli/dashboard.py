@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer("text/event-stream", None)
         told_at = 0.0
         for story, lines, _ in run_dir.follow(directory, lambda _: False):
-            if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
+            if story.lives.all and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json_text(board(story, time.time())).encode() + b"\n\n")
                 self.wfile.flush()

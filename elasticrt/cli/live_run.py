@@ -35,7 +35,7 @@ def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str,
     below = Path(arguments.log_dir, run)
     if "/" in run or (run_dir.has_events(Path(run)) and not run_dir.has_events(below)):
         directory = run_dir.find(run, arguments.log_dir)
-        return run_dir.read(directory).run_id, directory
+        return run_dir.read(directory).run.run_id, directory
     return check_name(run, "RUN"), below
 
 
@@ -68,7 +68,7 @@ def _lives_here(directory: Path) -> bool:
     # Events without the start of an agent: nobody can tell where it lives.
     except ConfigError:
         return False
-    if story.result is not None or not story.alive():
+    if story.run.result is not None or not story.lives.alive():
         return False
     return _served(directory.name, story)[0] is not None or bool(run_dir.alive_here(story))
 
@@ -83,7 +83,7 @@ def _served(run_id: str, story: Story | None) -> tuple[EmbeddedServer | None, st
         story: what the run's directory tells; None: it has no events.
     """
     served = find(run_id)
-    if served is None or story is None or story.etcd == str(served.address):
+    if served is None or story is None or story.run.etcd == str(served.address):
         return served, ""
     how = f"name its directory, or give --etcd {served.address}"
     return None, f"A live run of that name belongs to another directory, or is starting: {how}"
@@ -174,9 +174,11 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
         return (served.address,)
     # An address that the run's agents have accepted. A socket is of use only on its machine, and that of an embedded
     # etcd only as long as agents live.
-    if story is not None and (story.etcd.startswith("http") or (story.result is None and run_dir.alive_here(story))):
-        return parse_endpoints(story.etcd)
-    if story is not None and (story.result is not None or not story.alive()):
+    if story is not None and (
+        story.run.etcd.startswith("http") or (story.run.result is None and run_dir.alive_here(story))
+    ):
+        return parse_endpoints(story.run.etcd)
+    if story is not None and (story.run.result is not None or not story.lives.alive()):
         raise has_ended(run_id, state(story), another)
     run_dir.check_events(directory)
     raise ConfigError(

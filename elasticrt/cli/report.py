@@ -149,7 +149,7 @@ def show(arguments: argparse.Namespace) -> int:
 def page(story: Story, now: float) -> str:
     """The dashboard's page, in one file for good, with a run as it is at `now` (seconds since 1970) and its report."""
     told = report.report(story, story.now_if_running(now))
-    saved = {"board": board(story, now), "text": "\n".join([story.text, *told]).lstrip()}
+    saved = {"board": board(story, now), "text": "\n".join([story.run.text, *told]).lstrip()}
     # "</script>" in a text would end the element early.
     data = json_text(saved).replace("<", "\\u003c")
     script = f'<script type="application/json" id="saved">{data}</script>'
@@ -172,7 +172,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
         now = story.now_if_running(time.time())
         goodput = f"{story.goodput(now):.1%}"
-        nodes = str(len(story.nodes_with_events))
+        nodes = str(len(story.lives.nodes))
         state = sentences.state(story, now)
         slow = trouble(story, now) if state == "running" and now is not None else ""
         state = f"{state}; {slow}" if slow else state
@@ -248,7 +248,7 @@ def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[lis
     said = False
 
     def over(story: Story) -> bool:
-        return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives and not story.alive())
+        return not arguments.follow or not has_reader(sys.stdout) or bool(story.lives.all and not story.lives.alive())
 
     for _, news, last in run_dir.follow(directory, over):
         yield news, last

@@ -51,7 +51,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
         write(sys.stdout, json_text(as_object(story, story.now_if_running(time.time()))) + "\n")
-        return story.result is not None or not story.alive()
+        return story.run.result is not None or not story.lives.alive()
     try:
         with opened(run_id, directory, options) as run:
             lines, ended = show(run, story, time.time())
@@ -60,12 +60,12 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
         # The run may train on without etcd, and its directory tells of it.
         away = not isinstance(error, ConfigError)
         # An etcd that was named should know of a run that is alive, so the error is about the name.
-        if story is None or (options.etcd and not away and story.alive()):
+        if story is None or (options.etcd and not away and story.lives.alive()):
             raise
         # Read again: the run may have ended meanwhile, and its etcd with it.
         story = run_dir.read(directory)
         write(sys.stdout, plain("\n".join(head(story, story.now_if_running(time.time())))) + "\n")
-        if story.result is not None or not story.alive():
+        if story.run.result is not None or not story.lives.alive():
             return True
         if away and not arguments.watch:
             raise
@@ -74,7 +74,7 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
         return not away and story.now_if_running(time.time()) is None
     if story is not None:
         write(sys.stdout, plain("\n".join(sums(story, story.now_if_running(time.time())))) + "\n")
-    return ended or (story is not None and story.result is not None)
+    return ended or (story is not None and story.run.result is not None)
 
 
 def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool]:
@@ -88,10 +88,10 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     result = run.record(run.keys.result(spec.attempt), Result)
     # etcd keeps the member keys of killed agents for a lease term. Agents are compared by their node as well, because
     # in containers the next agent often has the same process id.
-    newest = {(life.node, life.pid): life for life in story.lives} if story is not None else {}
+    newest = {(life.node, life.pid): life for life in story.lives.all} if story is not None else {}
     gone = {who for who, life in newest.items() if life.code is not None or life.gone_at is not None}
     members = [member for member, _ in run.members().values() if (member.node, member.pid) not in gone]
-    over = story is not None and not story.alive()
+    over = story is not None and not story.lives.alive()
     stands = story is not None and story.standstill is not None
     needed, waits = spec.spec.min_nodes, generation is not None and generation.waits
     if result is not None:
@@ -111,7 +111,7 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
         name, cause = "last generation" if left else "generation", cause_of(story, generation.number, generation.cause)
         lines.append(f"{name} {generation.number}: {size} ({cause})")
     # The directory tells of the checkpoint as well. It knows of a newer one if etcd was restored from a backup.
-    if saved is not None and (story is None or saved.reached > story.checkpoint):
+    if saved is not None and (story is None or saved.reached > story.checkpoints.newest):
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number

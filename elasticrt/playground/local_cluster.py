@@ -173,7 +173,7 @@ class _Player:
             for process in self._agents.values():
                 process.kill()
         if not self._stopped_by and self._agents:
-            step, elapsed_s = self._narration.story.step, now - self._narration.started_at
+            step, elapsed_s = self._narration.story.steps.highest, now - self._narration.started_at
             due = [fault for fault in self._faults if fault.is_due(step, elapsed_s)]
             self._faults = tuple(fault for fault in self._faults if fault not in due)
             for fault in due:
@@ -254,7 +254,7 @@ class _Player:
         return f"SIGTERM to pid {pid}"
 
     def _kill_worker(self, rank: int) -> str:
-        pid = self._narration.story.worker(rank)
+        pid = self._narration.story.generations.worker(rank)
         agents = [process.pid for process in self._agents.values()]
         # The pid comes from an event, so by now it may belong to another process.
         if pid is None or not any(descends(pid, agent) for agent in agents):

@@ -12,7 +12,8 @@ from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import counted, listed, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Sentence
-from elasticrt.story.fold import ExplainedStandstill, Story
+from elasticrt.story.failures import ExplainedStandstill
+from elasticrt.story.fold import Story
 
 STATUS_EVERY_S = 5.0
 
@@ -44,12 +45,12 @@ class Narration:
     def tell(self, record: events.Record) -> list[str]:
         """Take an agent's event. Returns the lines about it."""
         story = self.story
-        first_agent = not story.lives
+        first_agent = not story.lives.all
         lines = _lines(self._changes.fold(record))
         match record.event:
             case events.AgentStarted():
                 self.ended.pop(record.node, None)
-                text = f"-- run {story.run_id}, etcd {story.etcd}, logs in {story.run_dir}"
+                text = f"-- run {story.run.run_id}, etcd {story.run.etcd}, logs in {story.run.run_dir}"
                 return [text] if first_agent else []
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
@@ -67,7 +68,7 @@ class Narration:
     def exited(self, node: str, code: int) -> list[str]:
         """Note that the agent of `node` has ended with `code` (negative: signal). Returns the lines about it."""
         self.ended[node] = code
-        quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.chapter is not None)
+        quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.generations.newest is not None)
         # A killed agent is told of by the next generation, and an orderly end by the result.
         how = f"code {code}" if code >= 0 else signal_name(-code)
         return [] if quiet else [f"-- the agent of {node} ended ({how})"]
@@ -83,14 +84,14 @@ class Narration:
     # What is said.
 
     def _status(self, now: float) -> str:
-        story, chapter = self.story, self.story.chapter
+        story, chapter = self.story, self.story.generations.newest
         if self._ended:
-            late = [node for node in dict.fromkeys(life.node for life in story.lives) if node not in self.ended]
+            late = [node for node in dict.fromkeys(life.node for life in story.lives.all) if node not in self.ended]
             return f".. {now - self.started_at:.0f} s: the run has ended; still there: {listed(late)}"
-        if story.first_step_at is None:
+        if story.steps.first_at is None:
             stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
             waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"
-            here = counted(len({*story.alive()} - self.ended.keys()), "agent")
+            here = counted(len({*story.lives.alive()} - self.ended.keys()), "agent")
             return f".. {now - self.started_at:.0f} s: {here}, {waiting}"
         return f".. {sentences.now_at(story, now)}"
 
@@ -105,7 +106,7 @@ class Narration:
         """
         survivors = {node: code for node, code in self.ended.items() if code >= 0 and code != EXIT_TERMINATED}
         bad = {node: code for node, code in survivors.items() if code != 0}
-        result = self.story.result
+        result = self.story.run.result
         if result is not None and result.status != "succeeded":
             code = result.code or next(iter(bad.values()), EXIT_WORKERS)
             return code, f"the run failed (code {code}): {result.reason}"
@@ -120,7 +121,7 @@ class Narration:
     def summary(self, stopped_by: str = "") -> list[str]:
         """The report of the run, and what it cannot know: the signal that stopped this, or how the agents ended."""
         said = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
-        more = [] if self.story.result is not None and said.startswith("the run ") else ["", said]
+        more = [] if self.story.run.result is not None and said.startswith("the run ") else ["", said]
         return ["", *report.report(self.story), *more]
 
 

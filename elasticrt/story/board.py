@@ -34,23 +34,23 @@ PIECES_SHOWN = 200
 
 def board(story: Story, now: float) -> dict[str, Any]:
     """All values of the page at `now`."""
-    until, chapter = story.now_if_running(now), story.chapter
+    until, chapter = story.now_if_running(now), story.generations.newest
     spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
     # Of the points only each `step`-th is sent.
-    spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
-    saved_at = story.checkpoint_at if story.result is None else None
+    spent, step = totals(spans), len(story.steps.points) // POINTS_SHOWN + 1
+    saved_at = story.checkpoints.newest_at if story.run.result is None else None
     age_s = now - saved_at if saved_at is not None else None
     return {
-        "run": story.run_id,
+        "run": story.run.run_id,
         "state": sentences.state(story, until),
         "tiles": {
-            "step": f"{story.newest:,}",
+            "step": f"{story.steps.newest:,}",
             "steps/s": report.speed(story, until).removesuffix(" steps/s") or "-",
-            "epoch": str(story.epoch),
+            "epoch": str(story.steps.epoch),
             "world size": str(chapter.world_size if chapter is not None else 0),
             "generation": str(chapter.number if chapter is not None else 0),
             "goodput": f"{story.goodput(until):.1%}",
-            "checkpoint": f"{story.checkpoint:,}" + (f", {seconds(age_s)} ago" if age_s is not None else ""),
+            "checkpoint": f"{story.checkpoints.newest:,}" + (f", {seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],
         "ribbons": {name: _pieces(each) for name, each in {"run": spans, **dict(by_node)}.items()},
@@ -64,25 +64,23 @@ def board(story: Story, now: float) -> dict[str, Any]:
             for name, text in BUCKETS.items()
             if name in spent
         ],
-        "saves": {"text": _saved(story), "at": [at for at, _ in story.saves]},
+        "saves": {"text": _saved(story), "at": [at for at, _ in story.checkpoints.committed]},
         "work": {
-            f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.work[rank]]
-            for rank in sorted(story.work)[:RANKS_SHOWN]
+            f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.steps.work[rank]]
+            for rank in sorted(story.steps.work)[:RANKS_SHOWN]
         },
-        "points": [[at, each.step, each.scalars] for at, each in story.points[::step]],
+        "points": [[at, each.step, each.scalars] for at, each in story.steps.points[::step]],
         "sentences": [list(each) for each in happened(story, until)[-SENTENCES_SHOWN:]],
     }
 
 
 def _saved(story: Story) -> str:
     """The checkpoints, in words."""
-    if not story.saves:
+    if not story.checkpoints.committed:
         return ""
-    _, last = story.saves[-1]
+    (_, last), number = story.checkpoints.committed[-1], counted(story.checkpoints.count, "checkpoint")
     took = f" in {seconds(last.took_s)}" if last.took_s else ""
-    return (
-        f"{counted(story.checkpoints, 'checkpoint')}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
-    )
+    return f"{number}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
 
 
 def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
@@ -92,16 +90,16 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 
 def _nodes(story: Story) -> list[dict[str, str]]:
     """Each node with its state and ranks, those with a seat first."""
-    chapter, alive, found = story.chapter, story.alive(), []
+    chapter, alive, found = story.generations.newest, story.lives.alive(), []
     seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated_lives()}
     blamed = story.standstill.culprit.nodes if story.standstill is not None else None
-    for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
-        generation, pids = story.workers.get(name, (0, {}))
+    for name in dict.fromkeys([*seated, *(life.node for life in story.lives.all)]):
+        generation, pids = story.generations.workers.get(name, (0, {}))
         trains = name in trains_now
         ranks = ", ".join(map(str, pids)) if trains and chapter is not None and generation == chapter.number else ""
         seated_word = "waiting" if chapter is not None and chapter.waits else "training"
         if blamed is not None:
             seated_word = "waited for" if name in blamed else "standing still"
         word = seated_word if trains else "standing by" if name in alive else "gone"
-        found.append({"name": name, "state": word if story.result is None else "ended", "ranks": ranks})
+        found.append({"name": name, "state": word if story.run.result is None else "ended", "ranks": ranks})
     return found

@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 from elasticrt import events
+from elasticrt.ipc.failure import NOT_LET_GO
 
 TRAIN, REDONE, DATA, SAVE, PAUSE = "train", "redone steps", "data wait", "checkpoint stall", "pause"
 DETECT, AGREE, REFORM, SET_UP, RESTORE = "detect", "agree", "re-form", "set-up", "restore"
@@ -115,6 +116,11 @@ class Standstill:
     by: str = ""
 
 
+def is_failure(event: events.WorkerEnded) -> bool:
+    """Whether a worker's end counts as a failure: it is no mere consequence of another one."""
+    return bool(event.failure) and (not event.collateral or NOT_LET_GO in event.failure)
+
+
 @dataclass
 class GenerationCourse:
     """How one generation went, from the events of all its nodes. Times are in seconds since 1970."""
@@ -134,6 +140,8 @@ class GenerationCourse:
     redone_to: int = 0  # The last of the repeated steps.
     saved: bool = False  # Whether it has committed a checkpoint.
     waits: bool = False  # Whether it makes no steps because there are too few nodes.
+    # Whether it had to wait for more nodes, because too few of the generation before were left.
+    short: bool = False
     # The newest standstills. The last one may still last.
     standstills: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDSTILLS_KEPT))
     # Recent steps with their times: those of the last `PACE_S` seconds, since the last standstill.
@@ -141,10 +149,33 @@ class GenerationCourse:
     # The first `Stalled` event that ends this generation as hung, with its time; None: there is none.
     hung: tuple[float, events.Stalled] | None = None
 
+    def fold(self, event: events.Event, node: str, at: float) -> None:
+        """Fold in an event of this generation that `node` has written, and that happened at `at`."""
+        match event:
+            case events.Committed():
+                self.saved = True
+            case events.WorkerEnded() if is_failure(event):
+                self.failed_at = at
+            case events.GoesOn():
+                self.goes_on(at)
+            case events.Culprit():
+                self.stood_still(event.step, at - event.age_s, event, node)
+                # A rank has been known to be lost for so long, so its failure counts from then.
+                if event.unagreed_s:
+                    self.failed_at = min(self.failed_at, at - event.unagreed_s)
+            case events.Stalled():
+                self.stood_still(event.step, at - event.age_s)
+                self.hung = self.hung or ((at, event) if event.final else None)
+
     def over(self, at: float) -> None:
         """Note that the next generation begins at `at`."""
         self.over_at = at
         self.recent_steps.clear()
+
+    def resumed(self, step: int, highest: int) -> None:
+        """Note that a node has resumed after `step`. Steps up to `highest` were done before: they are repeated."""
+        if self.redone_until == math.inf or (not self.step and highest > step):
+            self.redone_until, self.redone_to = math.inf, max(self.redone_to, highest)
 
     def stepped(self, step: int, at: float) -> None:
         """Note that `step` is done at `at`. A step that is not the newest changes nothing."""
@@ -229,8 +260,8 @@ class LifeSpans:
 
     Args:
         begin: when the agent started, in seconds since 1970.
-        courses: the courses of all generations by number. The nodes of a run share this mapping, and `Story` changes
-            it.
+        courses: the courses of all generations by number. The nodes of a run share this mapping, and `Generations`
+            changes it.
     """
 
     def __init__(self, begin: float, courses: Mapping[int, GenerationCourse]) -> None:
@@ -259,15 +290,8 @@ class LifeSpans:
         # The newest mark of the newest generation from before its first step.
         self._before: _Mark | None = None
 
-    def fold(self, event: events.Event, at: float, *, short: bool = False) -> None:
-        """Fold in an event of this node.
-
-        Args:
-            event: the event.
-            at: when it happened, in seconds since 1970.
-            short: whether too few nodes were left before the event's generation, so that the time to agree on it was a
-                wait for nodes.
-        """
+    def fold(self, event: events.Event, at: float) -> None:
+        """Fold in an event of this node, which happened at `at`."""
         match event:
             case events.ParentWarm() if self._mode == "start":
                 self._paint_to(at, START)
@@ -289,7 +313,7 @@ class LifeSpans:
             case events.Restarted() if self._mode == "training" and self._newest_course.waits:
                 self._stopped(event, at)
             case events.SetUp() | events.Recovery():
-                self._stepped(event, at - event.age_s, short=short)
+                self._stepped(event, at - event.age_s)
             case events.Progress():
                 self._progressed(event, at)
             case events.WorkerEnded() if event.failure and event.generation == self._generation:
@@ -420,7 +444,7 @@ class LifeSpans:
             self._finish(at)
             self._mode = "idle"
 
-    def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
+    def _stepped(self, event: events.SetUp | events.Recovery, at: float) -> None:
         # The phases end with the first step, so their sum says when the pause or the set-up began.
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
@@ -452,7 +476,7 @@ class LifeSpans:
             # their new seats, and no script has begun.
             elif name == "script" and not starts:
                 bucket = REFORM
-            elif short and bucket == AGREE:
+            elif bucket == AGREE and self._course.short and isinstance(event, events.Recovery):
                 bucket = WAITING
             for since, until in stands:
                 self._paint_to(min(end, since), bucket)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from elasticrt import events
 from elasticrt.story import sentences
-from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.fold import Story
+from elasticrt.story.generations import Chapter
 
 COST_COMPLETE_S = 1.0
 """How long a sentence waits for the first steps of the other nodes, after the first one."""
@@ -35,17 +36,17 @@ class Changes:
 
     def fold(self, record: events.Record) -> list[Sentence]:
         """Fold `record` into the story. Returns the sentences that are due now."""
-        story, before = self._story, self._story.chapter
+        story, before = self._story, self._story.generations.newest
         said: list[Sentence] = []
         story.fold(record)
         # A newer generation ends the wait for the one before. Its sentence is printed if nothing was printed, or its
         # cost known.
-        chapter = story.chapter
+        chapter = story.generations.newest
         if before is not None and before is not chapter and before.number > self._costed:
             said += [self._announce(before)] if before.reported or before.number > self._announced else []
         if chapter is not None and chapter.number > self._costed and chapter.reported:
             # A node that has written no events is not waited for: an agent's story has those of its own node alone.
-            complete = chapter.reported.keys() >= story.nodes_with_events.intersection(chapter.nodes)
+            complete = chapter.reported.keys() >= story.lives.nodes & {*chapter.nodes}
             said += [self._announce(chapter)] if complete else []
         elif chapter is not None and chapter.waits and chapter.number > self._announced:
             said.append(self._announce(chapter))
@@ -53,12 +54,12 @@ class Changes:
 
     def tick(self, now: float) -> list[Sentence]:
         """The sentences that are due at `now`."""
-        chapter, due = self._story.chapter, self.due()
+        chapter, due = self._story.generations.newest, self.due()
         return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
 
     def due(self) -> float | None:
         """When `tick` will return a sentence if no event comes before; None: never."""
-        chapter = self._story.chapter
+        chapter = self._story.generations.newest
         if chapter is None or chapter.number <= self._costed:
             return None
         if chapter.stepped_at is not None:
@@ -67,7 +68,7 @@ class Changes:
 
     def _announce(self, chapter: Chapter) -> Sentence:
         """The sentence of a generation, with its cost if known. If the sentence was printed before, only the cost."""
-        first = chapter is self._story.chapters[0]
+        first = chapter is self._story.generations.all[0]
         name = f"generation {chapter.number}: "
         parts = [] if chapter.number <= self._announced else [sentences.beginning(chapter, first=first)]
         self._announced = chapter.number

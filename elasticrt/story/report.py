@@ -9,7 +9,8 @@ from typing import Any
 
 from elasticrt.ipc.wording import counted, listed
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
-from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.fold import Story
+from elasticrt.story.generations import Chapter
 from elasticrt.story.sentences import (
     happened,
     missing_events,
@@ -48,12 +49,12 @@ def report(story: Story, now: float | None = None) -> list[str]:
 
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
-    nodes = sorted(story.nodes_with_events)
-    gone = sorted(story.nodes_with_events.difference(story.alive())) if now is not None else []
+    nodes = sorted(story.lives.nodes)
+    gone = sorted(story.lives.nodes - {*story.lives.alive()}) if now is not None else []
     told = f"; {listed(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
-    lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}{told}"]
+    lines = [f"run {story.run.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}{told}"]
     # Without a result, `state` says how to go on.
-    remedy = to_go_on(story) if story.result is not None else ""
+    remedy = to_go_on(story) if story.run.result is not None else ""
     return [*lines, *sums(story, now), *([remedy] if remedy else [])]
 
 
@@ -61,14 +62,14 @@ def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node, how far the run came, its goodput, what changes cost, outages of etcd, gaps in the events."""
     found = slow(story.straggler) if story.straggler is not None and now is not None else ""
     told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now))
-    return [*filter(None, told), *map(missing_events, story.gaps)]
+    return [*filter(None, told), *map(missing_events, story.lives.gaps)]
 
 
 def summary(story: Story) -> list[str]:
     """A few lines for the end of an agent, from its own events. They say that this is one node's view."""
-    if not any(life.node in chapter.nodes for life in story.lives for chapter in story.chapters):
+    if not any(life.node in chapter.nodes for life in story.lives.all for chapter in story.generations.all):
         return []
-    alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
+    alone = all(len(chapter.nodes) == 1 for chapter in story.generations.all)
     pace, *more = sums(story)
     return [pace if alone else "seen from this node: " + pace.removesuffix("; no checkpoint"), *more]
 
@@ -81,7 +82,7 @@ def body(story: Story, now: float | None = None) -> list[str]:
 
 def outages(story: Story, now: float | None = None) -> str:
     """For how long etcd did not answer; "" if it always did."""
-    times = story.times_without_etcd(now)
+    times = story.lives.times_without_etcd(now)
     often = "once" if len(times) == 1 else counted(len(times), "time")
     total_s = sum(end - begin for begin, end in times)
     return (
@@ -93,18 +94,20 @@ def paces(story: Story, now: float | None = None) -> str:
     """The number of steps, their speed (see `speed`), and the newest checkpoint."""
     if not story.has_step_numbers:
         return "steps are not counted: the script has no Loop"
+    chapter, scalars = story.generations.newest, story.steps.scalars
+    saved, missed = story.checkpoints.newest, story.checkpoints.unsaved
     text = ", ".join(filter(None, (counted(steps_made(story), "step"), speed(story, now))))
     # A node without a seat knows only the scalars of an earlier generation, which would stand beside the newest step.
-    if story.scalars and story.chapter is not None and not story.nodes_with_events.isdisjoint(story.chapter.nodes):
-        text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
+    if scalars and chapter is not None and not story.lives.nodes.isdisjoint(chapter.nodes):
+        text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
     # A node with a run directory of its own may have saved more.
-    whole = not (story.nodes_without_events() or story.open_gaps())
-    newest = "newest known checkpoint" if story.open_gaps() else "newest checkpoint"
-    text += f"; {newest}: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint" if whole else ""
+    whole = not (story.nodes_without_events() or story.lives.open_gaps())
+    newest = "newest known checkpoint" if story.lives.open_gaps() else "newest checkpoint"
+    text += f"; {newest}: step {saved:,}" if saved else "; no checkpoint" if whole else ""
     # The script ended inside its loop.
-    if story.succeeded and 0 < story.checkpoint < story.newest and whole:
+    if story.run.succeeded and 0 < saved < story.steps.newest and whole:
         text += ", and nothing after it is saved"
-    return text + (f"; {unsaved(story.unsaved)}" if story.unsaved is not None else "")
+    return text + (f"; {unsaved(missed)}" if missed is not None else "")
 
 
 def speed(story: Story, now: float | None = None) -> str:
@@ -114,11 +117,11 @@ def speed(story: Story, now: float | None = None) -> str:
     """
     if now is not None:
         return pace(story, now)
-    first = story.last_step_at if story.first_step_at is None else story.first_step_at
+    first = story.steps.last_at if story.steps.first_at is None else story.steps.first_at
     # Without the time in which no agent ran: it has no span.
-    took_s = sum(max(0.0, min(span.end, story.last_step_at) - max(span.begin, first)) for span in story.spans())
+    took_s = sum(max(0.0, min(span.end, story.steps.last_at) - max(span.begin, first)) for span in story.spans())
     # Steps after the last reported one, known only by a commit, lie outside of `took_s`.
-    steps = steps_made(story) - max(0, story.checkpoint - story.newest)
+    steps = steps_made(story) - max(0, story.checkpoints.newest - story.steps.newest)
     return f"{(steps - 1) / took_s:.1f} steps/s" if took_s > 0 and steps > 1 else ""
 
 
@@ -135,48 +138,48 @@ def worth(story: Story, now: float | None = None) -> str:
 
 def changes(story: Story) -> str:
     """The number of changes of membership, the longest pause, and the steps that were done again or not saved."""
-    lost = sum(chapter.redone or 0 for chapter in story.chapters)
-    told, last = story.nodes_with_events, None if story.succeeded else story.chapter
+    chapters, told = story.generations.all, story.lives.nodes
+    lost, last = sum(each.redone or 0 for each in chapters), None if story.run.succeeded else story.generations.newest
     # A generation that ended before its first step has lost none, as far as its own nodes have told. The newest one,
     # and one of which no node has told, may have.
-    unknown = [each for each in story.chapters if each is last or told.isdisjoint(each.nodes)]
-    trained = [each for each in story.chapters if not each.waits and (each.first_step is not None or each in unknown)]
+    unknown = [each for each in chapters if each is last or told.isdisjoint(each.nodes)]
+    trained = [each for each in chapters if not each.waits and (each.first_step is not None or each in unknown)]
     known = steps_made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    open_end = story.succeeded or story.alive() or story.nodes_without_events() or story.open_gaps()
-    if not open_end and story.newest > story.checkpoint:
-        again = f"{again if lost else ''}; {counted(story.newest - story.checkpoint, 'step')} not saved"
-    pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
+    open_end = story.run.succeeded or story.lives.alive() or story.nodes_without_events() or story.lives.open_gaps()
+    if not open_end and story.steps.newest > story.checkpoints.newest:
+        again = f"{again if lost else ''}; {counted(story.steps.newest - story.checkpoints.newest, 'step')} not saved"
+    pauses = [chapter.pause_s for chapter in chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
-    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}{again}"
+    return f"{counted(max(0, len(chapters) - 1), 'change')} of membership{longest_s}{again}"
 
 
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
     """The report for programs, as JSON values."""
-    result, stand = None if story.result is None else vars(story.result), story.standstill
-    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
+    result, stand, missed = story.run.result, story.standstill, story.checkpoints.unsaved
+    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.generations.all]
     return {
-        "run_id": story.run_id,
-        "run_dir": story.run_dir,
+        "run_id": story.run.run_id,
+        "run_dir": story.run.run_dir,
         "state": state(story, now),
-        "result": result,
+        "result": None if result is None else vars(result),
         "begin": story.begin,
         "last": story.last,
-        "nodes_alive": list(story.alive()),
+        "nodes_alive": list(story.lives.alive()),
         "standing": None if stand is None else {"since": stand.since, **vars(stand.culprit)},
         "slow": None if story.straggler is None else vars(story.straggler),
-        "gaps": [vars(gap) for gap in story.gaps],
-        "without_etcd": story.times_without_etcd(now),
-        "step": story.newest,
-        "epoch": story.epoch,
-        "scalars": dict(story.scalars),
-        "checkpoint": story.checkpoint,
-        "unsaved": None if story.unsaved is None else vars(story.unsaved),
+        "gaps": [vars(gap) for gap in story.lives.gaps],
+        "without_etcd": story.lives.times_without_etcd(now),
+        "step": story.steps.newest,
+        "epoch": story.steps.epoch,
+        "scalars": dict(story.steps.scalars),
+        "checkpoint": story.checkpoints.newest,
+        "unsaved": None if missed is None else vars(missed),
         "goodput": story.goodput(now),
         "seconds": totals(story.spans(now)),
         "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},
         "generations": chapters,
-        "failures": [vars(failure) for failure in story.failures],
+        "failures": [vars(failure) for failure in story.failures.all],
     }
 
 
@@ -213,7 +216,7 @@ def share(spent_s: float, total_s: float) -> str:
 def generation_table(story: Story) -> list[str]:
     """A row for each generation, with its cost."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
-    for chapter in story.chapters:
+    for chapter in story.generations.all:
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
         redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
@@ -233,7 +236,7 @@ def longest(chapter: Chapter) -> str:
 def failure_lines(story: Story) -> list[str]:
     """The failures by node, the node with most failures first."""
     by_node: dict[str, list[str]] = {}
-    for failure in story.failures:
+    for failure in story.failures.all:
         by_node.setdefault(failure.node, []).append(failure.what)
     lines = ["failures by node"] if by_node else []
     for node, what in sorted(by_node.items(), key=lambda item: -len(item[1])):

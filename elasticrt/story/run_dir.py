@@ -15,7 +15,8 @@ from elasticrt.event_log import files, lines, records
 from elasticrt.events import VERSION, AgentStopped, Record, Result
 from elasticrt.ipc.proc import machine, stat
 from elasticrt.story.clocks import Clocks
-from elasticrt.story.fold import AgentLife, Story
+from elasticrt.story.fold import Story
+from elasticrt.story.lives import AgentLife
 
 # How often `follow` reads new events.
 LOOK_EVERY_S = 0.2
@@ -75,7 +76,7 @@ def read(directory: Path) -> Story:
         story, _, _ = next(follow(directory, lambda _: True))
     except OSError as error:
         raise _unreadable("events that cannot be read", directory, error) from None
-    if not story.lives:
+    if not story.lives.all:
         raise says_nothing(directory)
     return story
 
@@ -154,15 +155,15 @@ class _DirectoryFold:
             yield line
 
     def _note_ends(self) -> None:
-        self.story.run_id = self.story.run_id or self._directory.name
-        for node in set(self._dead).intersection(self.story.alive()):
+        self.story.run.note_id(self._directory.name)
+        for node in set(self._dead).intersection(self.story.lives.alive()):
             self.story.note_killed(node)
 
 
 def alive_here(story: Story) -> list[AgentLife]:
     """The agents on this machine that run, as far as is known."""
     here = machine()
-    return [life for life in story.living() if story.clocks.machines.get(life.node) == here]
+    return [life for life in story.lives.living() if story.clocks.machines.get(life.node) == here]
 
 
 def has_events(directory: Path) -> bool:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from elasticrt import events
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
-from elasticrt.story.fold import Chapter, Gap, Story, ends
+from elasticrt.story.fold import Story
+from elasticrt.story.generations import Chapter
+from elasticrt.story.lives import Gap, ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A line shows the pace until no step was reported for this many seconds, usual step times and share of the run's time,
@@ -88,7 +90,7 @@ def etcd_away(story: Story, now: float) -> str:
 
     What a node says that the newest generation has left out says nothing of the run: the node may be cut off.
     """
-    lives = story.seated_lives() or story.living()
+    lives = story.seated_lives() or story.lives.living()
     away = [life.away_since for life in lives if life.away_since is not None]
     return f"etcd has not answered for {lasted(now - min(away))}: no commits, no changes of membership" if away else ""
 
@@ -103,15 +105,17 @@ def missing_events(gap: Gap) -> str:
 
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
-    if story.chapter is not None and story.waits_since is not None:
-        return "saves its state" if story.chapter.saves else "waits for nodes"
+    chapter = story.generations.newest
+    if chapter is not None and story.waits_since is not None:
+        return "saves its state" if chapter.saves else "waits for nodes"
     return "trains" if story.standstill is None else "stands still"
 
 
 def trouble(story: Story, now: float) -> str:
     """What keeps a running run from its pace or from saving, at `now`; "" if nothing is known."""
-    found = story.standstill_sentence(now) or (slow(story.straggler) if story.straggler is not None else "")
-    return found or (unsaved(story.unsaved) if story.unsaved is not None else "")
+    found, missed = story.standstill_sentence(now), story.checkpoints.unsaved
+    found = found or (slow(story.straggler) if story.straggler is not None else "")
+    return found or (unsaved(missed) if missed is not None else "")
 
 
 def steps_made(story: Story) -> int:
@@ -122,31 +126,33 @@ def steps_made(story: Story) -> int:
     `Step` events come at most four times a second, so the last step may be known only by its commit. A run that starts
     at its end commits what it has found, and makes no step.
     """
-    if story.first_step_at is None:
+    if story.steps.first_at is None:
         return 0
-    stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
-    return max(0, max(story.newest, story.checkpoint) - (stepped[0].resume_step if stepped else 0))
+    chapters = story.generations.all
+    stepped = [chapter for chapter in chapters if chapter.first_step is not None] or chapters
+    return max(0, max(story.steps.newest, story.checkpoints.newest) - (stepped[0].resume_step if stepped else 0))
 
 
 def state(story: Story, now: float | None = None) -> str:
     """How the run ended, or its state now. `now` is what `Story.now_if_running` returns."""
-    if story.result is not None:
-        return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
+    result, chapter = story.run.result, story.generations.newest
+    if result is not None:
+        return f"{result.status}: {result.reason}" if result.reason else result.status
     if now is not None:
         return "; ".join(filter(None, (_state_now(story, now), etcd_away(story, now))))
-    if story.alive():
+    if story.lives.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no event since {last:%Y-%m-%d %H:%M:%S} UTC, and no end was recorded"
     if others := story.nodes_without_events():
-        return f"no agent of this directory is left ({ends(story.lives)}); it has no events of {listed(others)}"
-    newest = {life.node: life for life in story.lives}
-    first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
+        return f"no agent of this directory is left ({ends(story.lives.all)}); it has no events of {listed(others)}"
+    newest = {life.node: life for life in story.lives.all}
+    first = newest.get(chapter.nodes[0]) if chapter is not None and chapter.nodes else None
     # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
     # order, and only its last checkpoint failed.
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and steps_made(story) > 0
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
-    last_ones = [newest[life.node] for life in story.lives_in(story.chapter)] if story.chapter is not None else []
-    if untold := story.open_gaps():
+    last_ones = [newest[life.node] for life in story.lives.seated(chapter)] if chapter is not None else []
+    if untold := story.lives.open_gaps():
         why = f"{listed([gap.node for gap in untold])} could not write events: {untold[0].reason}"
         return f"how it ended is not known, as {why}; {to_go_on(story)}"
     left = {
@@ -155,9 +161,9 @@ def state(story: Story, now: float | None = None) -> str:
     if left == {EXIT_TERMINATED} or (unsaved and not left):
         failed = "the last checkpoint could not be saved; " if unsaved else ""
         return f"stopped; {failed}{to_go_on(story)}"
-    if not story.lives:
+    if not story.lives.all:
         return "no node has joined it"
-    return f"ended without a result ({ends(story.lives)}); {to_go_on(story)}"
+    return f"ended without a result ({ends(story.lives.all)}); {to_go_on(story)}"
 
 
 def to_go_on(story: Story) -> str:
@@ -165,24 +171,24 @@ def to_go_on(story: Story) -> str:
 
     A checkpoint that can't be used can't be used again either, so that failure's own text has the remedy.
     """
-    if story.succeeded or (story.result is not None and story.result.code == EXIT_CHECKPOINT):
+    run, saved = story.run, story.checkpoints.newest
+    if run.succeeded or (run.result is not None and run.result.code == EXIT_CHECKPOINT):
         return ""
-    least = "at least " if story.open_gaps() else ""
-    return how_to_go_on(story.run_id, f"{least}step {story.checkpoint:,} is saved" if story.checkpoint else "")
+    least = "at least " if story.lives.open_gaps() else ""
+    return how_to_go_on(run.run_id, f"{least}step {saved:,} is saved" if saved else "")
 
 
 def _state_now(story: Story, now: float) -> str:
     """What the nodes of a running run do at `now`."""
-    if story.chapter is not None and story.waits_since is not None:
-        here, needed = len(story.chapter.nodes), story.min_nodes
-        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
-        if story.chapter.saves:
+    chapter, here, needed = story.generations.newest, len(story.lives.alive()), story.run.min_nodes
+    if chapter is not None and story.waits_since is not None:
+        since = f"for {seconds(now - story.waits_since)}, after step {chapter.step:,}"
+        if chapter.saves:
             return f"saving the state {since}"
-        return f"waiting for nodes {since}: {here} of at least {needed} here"
-    here = len(story.alive())
+        return f"waiting for nodes {since}: {len(chapter.nodes)} of at least {needed} here"
     # Before the first generation, or after all nodes of the last one have ended.
     if not story.seated_lives():
-        return f"waiting for nodes: {here} of at least {story.min_nodes} here" if here < story.min_nodes else "starting"
+        return f"waiting for nodes: {here} of at least {needed} here" if here < needed else "starting"
     return story.standstill_sentence(now) or "running"
 
 
@@ -202,33 +208,34 @@ class Happened(NamedTuple):
 
 def happened(story: Story, now: float | None = None) -> list[Happened]:
     """What happened in a run, in the order of time. `now` is the present, for a run that goes on."""
-    found: list[Happened] = []
-    for each in story.failures:
+    found, result = list[Happened](), story.run.result
+    for each in story.failures.all:
         # A hang with a known node is a standstill, and told as that below.
         if not (each.hang and each.node):
             found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
     found += [Happened(stand.since, "bad", stand.sentence(until)) for stand, until in story.explained_standstills(now)]
-    found += [Happened(at, "bad" if event.slow else "good", slow(event)) for at, event in story.straggler_findings]
+    for at, event in story.failures.straggler_findings:
+        found.append(Happened(at, "bad" if event.slow else "good", slow(event)))
     found += _missed(story)
-    found += [Happened(gap.begin, "bad", missing_events(gap)) for gap in story.gaps]
-    for begin, end, how in story.breaks:
+    found += [Happened(gap.begin, "bad", missing_events(gap)) for gap in story.lives.gaps]
+    for begin, end, how in story.lives.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
-    for begin, end in story.times_without_etcd(story.last if now is None else now):
+    for begin, end in story.lives.times_without_etcd(story.last if now is None else now):
         found.append(Happened(begin, "bad", f"etcd did not answer for {seconds(end - begin)}"))
-    for place, chapter in enumerate(story.chapters):
+    for place, chapter in enumerate(story.generations.all):
         found.append(Happened(chapter.begin, "", beginning(chapter, first=place == 0)))
         if chapter.stepped_at is not None:
             found.append(Happened(chapter.stepped_at, "good", cost(chapter)))
-    if story.result is not None:
-        found.append(Happened(story.ended_at, "good" if story.result.code == 0 else "bad", ending(story.result)))
-    elif story.lives and not story.alive():
+    if result is not None:
+        found.append(Happened(story.run.ended_at, "good" if result.code == 0 else "bad", ending(result)))
+    elif story.lives.all and not story.lives.alive():
         found.append(Happened(story.last, "", state(story)))
     return sorted(found, key=lambda each: each.at)
 
 
 def _missed(story: Story) -> Iterator[Happened]:
     """The checkpoints that could not be saved. Consecutive ones share one sentence, with the reason of the first."""
-    for _, group in groupby(story.save_outcomes, lambda each: type(each[1])):
+    for _, group in groupby(story.checkpoints.outcomes, lambda each: type(each[1])):
         (at, first), *more = group
         if isinstance(first, events.Committed):
             yield Happened(at, "good", saved_again(first))
@@ -238,13 +245,14 @@ def _missed(story: Story) -> Iterator[Happened]:
 
 def pace(story: Story, now: float) -> str:
     """`12.3 steps/s`, lately, or `no step for 9 s`; "" if not known, or if the line has another sentence about it."""
-    still_s = now - story.last_step_at
-    usual_s = 1 / story.speed if story.speed else 0.0
-    if story.standstill is not None or story.first_step_at is None or story.open_gaps():
+    still_s, course = now - story.steps.last_at, story.generations.newest_course
+    speed = course.speed if course is not None else None
+    usual_s = 1 / speed if speed else 0.0
+    if story.standstill is not None or story.steps.first_at is None or story.lives.open_gaps():
         return ""
     if still_s > max(STILL_S, STILL_STEPS * usual_s, STILL_SHARE * (now - story.begin)):
         return f"no step for {lasted(still_s)}"
-    return f"{story.speed:.1f} steps/s" if story.speed is not None else ""
+    return f"{speed:.1f} steps/s" if speed is not None else ""
 
 
 def now_at(story: Story, now: float, goodput: float | None = None, *, step: int | None = None) -> str:
@@ -256,18 +264,18 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
         goodput: from 0 to 1; None: not shown. If the story lacks events of other nodes, the line says "here".
         step: the newest one; None: the story's.
     """
-    chapter, step, parts = story.chapter, story.newest if step is None else step, []
+    chapter, step, parts = story.generations.newest, story.steps.newest if step is None else step, []
     if chapter is not None:
-        least, most = story.min_nodes, story.max_nodes
+        least, most = story.run.min_nodes, story.run.max_nodes
         room = f" ({least} to {most})" if least != most else ""
         parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
     if story.standstill is not None:
         parts.append(story.standstill_sentence(now))
     elif step:
-        parts += filter(None, (f"step {step:,}", pace(story, now), f"epoch {story.epoch}"))
-    parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
-    if story.checkpoint_at is not None:
-        parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
+        parts += filter(None, (f"step {step:,}", pace(story, now), f"epoch {story.steps.epoch}"))
+    parts += [f"{name} {value:.4g}" for name, value in story.steps.scalars.items() if isinstance(value, int | float)]
+    if (saved_at := story.checkpoints.newest_at) is not None:
+        parts.append(f"checkpoint {story.checkpoints.newest:,} ({lasted(now - saved_at)} ago)")
     if goodput is not None:
         parts.append(f"goodput {goodput:.0%}" + (" here" if story.nodes_without_events() else ""))
     return "  ".join(parts)

@@ -230,7 +230,7 @@ def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         run.wait_for_training(2, 2)
         fresh = find(run.run_id)
         assert fresh is not None
-        assert read(run.run_dir).etcd == str(fresh.address)
+        assert read(run.run_dir).run.etcd == str(fresh.address)
         run.finish()
         assert run.ended() == {"n0": 0, "n1": 0}
 

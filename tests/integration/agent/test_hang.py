@@ -196,7 +196,7 @@ def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
         (stood,) = run.events("stalled")
         assert (stood["step"], stood["final"]) == (25, True), stood
         own = story_of(records(run.run_dir / f"events-{stood['node']}.jsonl"))
-        assert [trouble.what for trouble in own.failures] == causes[1:]
+        assert [trouble.what for trouble in own.failures.all] == causes[1:]
         assert totals(own.spans())["detect"] >= 1.0, "its own events alone say that it did not train"
 
 
@@ -211,7 +211,7 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert "stuck_here" in failure["text"], failure["text"]
         assert {"rank 0 on n", "rank 1 on n"} <= set(re.findall(r"rank [01] on n", failure["text"])), failure["text"]
         assert run.events("result")[-1]["reason"].count("no progress") == 1
-        (trouble,) = story_of(*map(records, run.run_dir.glob("events-*.jsonl"))).troubles
+        (trouble,) = story_of(*map(records, run.run_dir.glob("events-*.jsonl"))).failures.all
         assert "no progress" in trouble.what, "one hang is one failure of the report"
 
 

@@ -51,7 +51,7 @@ def test_a_slow_node_is_named(tmp_path: Path) -> None:
         last = run.events("generation")[-1]
         assert (sorted(last["nodes"]), last["kind"]) == (["a", "b"], "drain"), run.story()
         told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
-        assert "slow was slow" in told.chapters[1].cause, run.story()
+        assert "slow was slow" in told.generations.all[1].cause, run.story()
         assert {each["slow"] for each in run.events("straggler")} - {""} == {"slow"}
         assert run.agents["slow"].process.wait(30) == 143
         assert not any(each["redone"] for each in run.events("first_step"))

@@ -74,7 +74,7 @@ def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) 
         status, told = command(run, "status"), read(run.run_dir)
         assert f"run {run.run_id}: waiting for nodes for " in status
         assert "n2: waiting" in status
-        assert told.alive() == ("n2",)
+        assert told.lives.alive() == ("n2",)
         assert state(told, at).startswith("waiting for nodes for ")
         if by == "stop":
             command(run, "stop")
@@ -82,9 +82,9 @@ def test_a_run_that_waits_is_stopped_and_loses_no_step(tmp_path: Path, by: str) 
             run.agents["n2"].process.send_signal(signal.SIGTERM)
         assert run.ended()["n2"] == 143
         told = read(run.run_dir)
-        step = told.checkpoint
+        step = told.checkpoints.newest
         assert state(told) == f"stopped; step {step} is saved; to go on: the same command, with --run-id {run.run_id}"
-        assert {trouble.node for trouble in told.failures} == {"n0", "n1"}
+        assert {trouble.node for trouble in told.failures.all} == {"n0", "n1"}
         spent = {node: totals(spans) for node, spans in told.spans_by_node().items()}
         assert sum(spent["n2"].values()) - spent["n2"][TRAIN] > spent["n2"][WAITING] > 0
         assert told.spans()[-1].bucket == WAITING
@@ -110,6 +110,6 @@ def test_what_is_told_of_a_drain_and_a_resize_below_the_minimum(tmp_path: Path) 
         assert "may have 2 to 3 nodes; it has 1: it saves, and waits for 1 more node\n" in said
         run.wait("a generation that waits", lambda: waits(run))
         told = read(run.run_dir)
-        assert (told.min_nodes, told.max_nodes) == (2, 3)
+        assert (told.run.min_nodes, told.run.max_nodes) == (2, 3)
         assert ", as the last node: the run has stopped; step " in command(run, "drain", "n0")
         assert run.ended() == {"n0": 143, "n1": 143}

@@ -235,7 +235,7 @@ def test_a_late_leave_tells_what_is_lost(nodes, reached, unsaved, said, tmp_path
         console.events.write(event)
     console.left(Leave("late", others_go_on=True), SimpleNamespace(reached=reached), late_after=75)
     assert capsys.readouterr().err.endswith(said)
-    assert (console.story.unsaved.step if console.story.unsaved else None) == unsaved
+    assert (console.story.checkpoints.unsaved.step if console.story.checkpoints.unsaved else None) == unsaved
 
 
 @pytest.mark.parametrize("go_on", [True, False])

@@ -226,7 +226,7 @@ def test_an_agent_that_was_killed_here_has_ended(elsewhere: str) -> None:
     _run("calm-fox", events.Committed(7, 1), lives=False, machine=elsewhere)
     story = run_dir.read(Path("runs/calm-fox"))
     end = "ended without a result (killed); step 7 is saved; to go on: the same command, with --run-id calm-fox"
-    assert story.alive() == (("node-0",) if elsewhere else ())
+    assert story.lives.alive() == (("node-0",) if elsewhere else ())
     assert (state(story) == end) is not bool(elsewhere)
 
 

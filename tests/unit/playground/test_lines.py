@@ -348,6 +348,6 @@ def test_a_simulation_ends_with_the_report_of_its_run(more, stopped_by, last):
 def test_workers_of_an_older_generation_are_not_named():
     """Only a rank of the newest generation has a pid to kill."""
     narration, _ = told([*BEGIN, record(events.WorkersStarted(1, (2, 3), (11, 12)), "node-1", 102.1)])
-    assert (narration.story.worker(3), narration.story.worker(0)) == (12, None)
+    assert (narration.story.generations.worker(3), narration.story.generations.worker(0)) == (12, None)
     narration.tell(generation("node-0", 2, THREE, "x", 104.0))
-    assert narration.story.worker(3) is None
+    assert narration.story.generations.worker(3) is None

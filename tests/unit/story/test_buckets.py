@@ -8,8 +8,8 @@ import pytest
 
 from elasticrt import events
 from elasticrt.story.buckets import SPANS_MAX, Span, coarse, together, totals
-from elasticrt.story.fold import Series
 from elasticrt.story.report import columns, worth
+from elasticrt.story.steps import Series
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
@@ -163,10 +163,10 @@ EVALUATED = events.Recovery(2, 8.0, {"detect": 500, "start": 1000, "restore": 50
 def test_a_life_is_painted(more, expected):
     """Each moment of a life is in one bucket, as the events tell, and all of them are the life."""
     told = story([*THREE_STEPS, *more])
-    spans = told.spans_of(told.lives[0])
+    spans = told.lives.spans_of(told.lives.all[0])
     spent = totals(spans)
     assert spent == {name: pytest.approx(seconds) for name, seconds in expected.items()}
-    assert sum(spent.values()) == pytest.approx(told.lives[0].last - told.lives[0].begin)
+    assert sum(spent.values()) == pytest.approx(told.lives.all[0].last - told.lives.all[0].begin)
     assert all(left.end == right.begin for left, right in pairwise(spans))
 
 
@@ -264,8 +264,8 @@ def test_sums_reach_the_present_while_the_run_goes_on():
 def test_the_present_counts_while_a_node_lives():
     """With `now`, a life that has not ended reaches to it; one that has been taken out ends then."""
     told = story([*THREE_STEPS, (5.0, "a", events.MemberLost("b", "b lost"))])
-    a, b = told.lives
-    assert (told.spans_of(a, 10.0)[-1].end, told.spans_of(b, 10.0)[-1].end) == (10.0, 5.0)
+    a, b = told.lives.all
+    assert (told.lives.spans_of(a, 10.0)[-1].end, told.lives.spans_of(b, 10.0)[-1].end) == (10.0, 5.0)
 
 
 KILLED = [
@@ -282,7 +282,7 @@ KILLED = [
 def test_a_killed_node_ends_when_the_others_have_noticed():
     """Its last event is up to 5 s older. It trained until the last step of all; in between nobody knew."""
     for told in (story(KILLED), story([*KILLED, (20.0, "a", events.AgentStopped(0))])):
-        spans = told.spans_of(told.lives[1])
+        spans = told.lives.spans_of(told.lives.all[1])
         spent = totals(spans)
         assert (spans[0].begin, spans[-1].end) == (0.5, 13.5)
         assert (spent["train"], spent["detect"]) == (pytest.approx(0.5 + 8.0), pytest.approx(1.5))
@@ -294,7 +294,7 @@ def test_a_node_that_is_killed_in_a_change_was_setting_up():
     """It had a seat in the next generation, and did not stand by."""
     lost = [(16.0, "a", events.MemberLost("b", "b lost")), (16.0, "a", begun(3, "a"))]
     told = story([*KILLED[:-4], (13.0, "a", begun(2, "ab")), (13.0, "b", begun(2, "ab")), *lost])
-    spent = totals(told.spans_of(told.lives[1]))
+    spent = totals(told.lives.spans_of(told.lives.all[1]))
     assert (spent["set-up"], "standby" in spent) == (pytest.approx(1.0 + 3.0), False)
     assert sum(spent.values()) == pytest.approx(15.5)
 
@@ -303,13 +303,13 @@ def test_where_no_node_was_left_to_notice_a_life_ends_with_its_last_event():
     """All were killed, and others begin anew an hour later: that hour is nobody's time."""
     others = [(3600.0, "c", started()), (3601.0, "c", events.MemberLost("b", "b lost")), (3601.0, "c", begun(2, "c"))]
     told = story([*KILLED[:-4], *others])
-    assert [told.spans_of(life)[-1].end for life in told.lives[:2]] == [12.0, 6.0]
+    assert [told.lives.spans_of(life)[-1].end for life in told.lives.all[:2]] == [12.0, 6.0]
 
 
 def test_a_node_that_comes_back_was_not_gone():
     """One that was frozen goes on with its own events, and its time reaches to its last one."""
     told = story([*KILLED, (30.0, "b", events.Progress(1, 80, 0.0, 0.0, 0.0))])
-    spans = told.spans_of(told.lives[1])
+    spans = told.lives.spans_of(told.lives.all[1])
     assert spans[-1].end == 30.0
     assert totals(spans)["train"] == pytest.approx(0.5 + 8.0)
 
@@ -319,14 +319,14 @@ def test_a_generation_has_the_nodes_that_its_leader_tells():
     told = story(
         [(1.0, "b", started()), (2.0, "b", begun(1, "b")), (2.1, "a", begun(1, "abc")), (2.2, "c", begun(1, "c"))]
     )
-    assert [chapter.nodes for chapter in told.chapters] == [("a", "b", "c")]
+    assert [chapter.nodes for chapter in told.generations.all] == [("a", "b", "c")]
 
 
 def test_a_long_life_is_kept_in_few_spans():
     """However long a node trains, what is kept of it is bounded, and no second is lost."""
     ticks = [(10.0 + 5 * n, "a", events.Progress(1, 50 * (n + 1), 1.0 * n, 0.5 * n, 0.25 * n)) for n in range(1500)]
     told = story([*THREE_STEPS, *ticks])
-    spans = told.spans_of(told.lives[0])
+    spans = told.lives.spans_of(told.lives.all[0])
     assert len(spans) < SPANS_MAX
     spent = totals(spans)
     assert (spent["data wait"], spent["pause"]) == (pytest.approx(1499.0), pytest.approx(374.75))

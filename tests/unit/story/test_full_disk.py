@@ -141,6 +141,6 @@ def test_a_gap_that_is_over_is_told_once() -> None:
     over: list[Entry] = [(14.0, node, gap(4.0, missing, over=True)) for node, missing in (("a", 0), ("b", 7))]
     told = story([*DARK, *over, (20.0, "a", events.Result("succeeded", 0, "well"))])
     assert state(told) == "succeeded: well"
-    (missing,) = map(missing_events, told.gaps)
+    (missing,) = map(missing_events, told.lives.gaps)
     assert missing == "events of b from 00:00:10 to 00:00:14 UTC are missing (7): No space left on device"
     assert report(told).count(missing) == 1

@@ -54,7 +54,7 @@ def test_the_time_in_which_no_agent_ran_is_told() -> None:
     assert (10.0, "bad", "all agents had ended (killed): none ran for 30.0 s") in happened(told, 46.0)
     assert totals(told.spans_by_node(46.0)["a"])["waiting for nodes"] == pytest.approx(1.0 + 4.0)
     stayed = story([*FIRST, (45.0, "a", begun(2, "a", "lost", "b lost"))])
-    assert not stayed.breaks
+    assert not stayed.lives.breaks
 
 
 def test_a_checkpoint_that_was_passed_over_is_told() -> None:
@@ -62,10 +62,10 @@ def test_a_checkpoint_that_was_passed_over_is_told() -> None:
     resumes = events.Generation(2, 1, "start", "start", 0, ("a",), 20)
     again = [(40.0, "a", started(1)), (41.0, "a", resumes), (42.0, "a", events.FirstStep(2, 13, 12, None, 8))]
     told = story([*FIRST, *again])
-    assert cost(told.chapters[-1]).startswith(
+    assert cost(told.generations.all[-1]).startswith(
         "resumed after step 12, as the checkpoint of step 20 could not be used, first step after 1.00 s"
     )
-    assert (steps_made(told), as_object(told)["step"], told.checkpoint) == (13, 13, 12)
+    assert (steps_made(told), as_object(told)["step"], told.checkpoints.newest) == (13, 13, 12)
 
 
 def test_numbers_that_are_none_are_texts_in_json() -> None:
@@ -95,7 +95,7 @@ def test_a_file_without_its_first_lines_is_read(tmp_path: Path) -> None:
     path.write_bytes(b'{"v": 1, "event": "agent_st\n' + path.read_bytes().split(b"\n", 1)[1])
     (tmp_path / "cut" / "events-b.jsonl").unlink()
     told = run_dir.read(tmp_path / "cut")
-    assert (told.run_id, steps_made(told), [life.node for life in told.lives]) == ("cut", 20, ["a"])
+    assert (told.run.run_id, steps_made(told), [life.node for life in told.lives.all]) == ("cut", 20, ["a"])
 
 
 def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_who_follows_a_run_learns_that_its_agents_were_killed(tmp_path: Path) ->
         write(tmp_path, [(0.0, "a", begins), (1.0, "a", warm()), (2.0, "a", begun(1, "a", "start"))])
         alive = list[tuple[str, ...]]()
         for number, (told, *_) in enumerate(run_dir.follow(tmp_path, lambda _: len(alive) == 3)):
-            alive.append(told.alive())
+            alive.append(told.lives.alive())
             if number == 0:
                 process.kill()
                 process.wait()
     assert alive[0] == ("a",)
     assert alive[1] == ()
     later, *_ = next(run_dir.follow(tmp_path, lambda _: True))
-    assert later.alive() == ()
+    assert later.lives.alive() == ()

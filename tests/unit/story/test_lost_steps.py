@@ -108,14 +108,14 @@ AGAIN = [
 def test_steps_done_again(entries, redone, said):
     """The highest step that any node tells of, less the step that the generation goes on from."""
     told = story(entries)
-    assert told.chapter.redone == redone
-    assert sentences.cost(told.chapter) == said
+    assert told.generations.newest.redone == redone
+    assert sentences.cost(told.generations.newest) == said
 
 
 def test_an_agent_claims_nothing_that_it_does_not_know():
     """In its own events alone, and in its last lines."""
     alone = story([entry for entry in KILLED if entry[1] == "c"])
-    assert (alone.chapter.redone, changes(alone)) == (None, "0 changes of membership")
+    assert (alone.generations.newest.redone, changes(alone)) == (None, "0 changes of membership")
     assert changes(story(KILLED)) == "1 change of membership; 29 steps done again"
 
 
@@ -138,7 +138,7 @@ def test_a_generation_that_makes_no_step_loses_none():
 
 def test_workers_that_go_on_in_place_begin_where_they_stood():
     """Also in a generation that ends before its first step."""
-    assert story([*THREE_STEPS, TWENTY, (7.0, "a", begun(2, "a"))]).chapter.resume_step == 20
+    assert story([*THREE_STEPS, TWENTY, (7.0, "a", begun(2, "a"))]).generations.newest.resume_step == 20
 
 
 def handed_over(third, later=()):
@@ -165,7 +165,7 @@ def handed_over(third, later=()):
 
 def test_a_run_that_begins_again_has_no_pause():
     """Where no agent was there with the state, the time until a new one has loaded it is none of the training."""
-    assert story(AGAIN).chapter.pause_s is None
+    assert story(AGAIN).generations.newest.pause_s is None
 
 
 def test_one_machine_of_two_where_numbers_begin_anew():
@@ -181,30 +181,32 @@ def test_one_machine_of_two_where_numbers_begin_anew():
             (13.0, "a", first(1, 11)),
         ]
     )
-    assert [chapter.pause_s for chapter in told.chapters] == [None, 1.0, None]
-    assert told.newest == 12
+    assert [chapter.pause_s for chapter in told.generations.all] == [None, 1.0, None]
+    assert told.steps.newest == 12
 
 
 def test_what_is_told_late_moves_the_beginning_of_the_generations_in_place_that_follow():
     """A node may tell of its last step when another one has already begun the next generation."""
-    assert [chapter.resume_step for chapter in handed_over(begun(3, "b")).chapters] == [0, 21, 21]
+    assert [chapter.resume_step for chapter in handed_over(begun(3, "b")).generations.all] == [0, 21, 21]
 
 
 @pytest.mark.parametrize("known", [events.AgentStopped(143), events.Leaves("drained")], ids=["ended", "still ends"])
 def test_who_has_left_in_order_has_not_failed(known):
     """The next agents take over what the others have left."""
     told = story([(at, node, known if isinstance(event, events.AgentStopped) else event) for at, node, event in AGAIN])
-    assert (told.chapter.kind, told.chapter.cause, told.failures) == ("lost", "a, b left", [])
+    assert (told.generations.newest.kind, told.generations.newest.cause, told.failures.all) == ("lost", "a, b left", [])
     assert "no step lost" in changes(told)
 
 
 def test_who_was_killed_is_named():
     """By the node that takes over, or where all have died with their etcd by their own events, which have no end."""
     told, etcd_too = story(KILLED), story([*KILLED[:-4], (12.0, "c", begun(1, "c", "start", in_place=False))])
-    assert (told.chapter.kind, told.chapter.cause) == ("lost", "a, b lost; c joined")
-    assert [(each.node, each.what) for each in told.failures] == [("a", "a lost"), ("b", "b lost")]
-    assert (etcd_too.chapter.kind, etcd_too.chapter.cause) == ("lost", "a, b lost (killed)")
-    assert [(each.node, each.what) for each in etcd_too.failures] == [(each, f"{each} lost (killed)") for each in "ab"]
+    assert (told.generations.newest.kind, told.generations.newest.cause) == ("lost", "a, b lost; c joined")
+    assert [(each.node, each.what) for each in told.failures.all] == [("a", "a lost"), ("b", "b lost")]
+    assert (etcd_too.generations.newest.kind, etcd_too.generations.newest.cause) == ("lost", "a, b lost (killed)")
+    assert [(each.node, each.what) for each in etcd_too.failures.all] == [
+        (each, f"{each} lost (killed)") for each in "ab"
+    ]
 
 
 def test_a_survivor_that_was_replaced_is_told_of():
@@ -217,6 +219,6 @@ def test_a_survivor_that_was_replaced_is_told_of():
         )
     ]
     told = story([*THREE_STEPS, *((7.0, "a", each) for each in ends)])
-    assert [each.what for each in told.failures] == [
+    assert [each.what for each in told.failures.all] == [
         "rank 1 on a: was replaced: gloo kept waiting after the connection was closed"
     ]

@@ -348,7 +348,7 @@ def test_what_is_run_again_after_success_is_not_done_again() -> None:
     again = [(20.0 + at, node, event) for at, node, event in THREE_STEPS]
     more = [(26.0, "a", events.Step(1, 9, 0, {})), (26.0, "a", events.Committed(9, 1))]
     told = story([*LOST, *again, *more])
-    assert (told.chapter.redone, told.checkpoint) == (0, 9)
+    assert (told.generations.newest.redone, told.checkpoints.newest) == (0, 9)
     # That of the first attempt counts.
     assert [line for line in summary(told) if "done again" in line] == [
         "2 changes of membership, the longest pause 0.50 s; 10 steps done again"

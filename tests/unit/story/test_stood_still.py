@@ -118,7 +118,7 @@ def test_a_hang_ends_with_the_agents_of_its_run(ends):
     told = story([*HANG, *ends, *again])
     (stood,) = (each.text for each in happened(told) if each.text.startswith("no step for "))
     assert stood == f"no step for {14 if ends else 12} s after step 20: rank 1 sleeps"
-    assert stood.replace(" after step 20", "") in told.chapter.cause
+    assert stood.replace(" after step 20", "") in told.generations.newest.cause
 
 
 def test_a_hang_of_the_only_worker_is_in_every_view():
@@ -186,7 +186,7 @@ def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
     for spans in (lasts.spans(now), *lasts.spans_by_node(now).values()):
         spent = totals(spans)
         assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0))
-    assert "detect" not in lasts.lives[0].spans.known_at(now)
+    assert "detect" not in lasts.lives.all[0].spans.known_at(now)
     ends = [(now + 0.1, node, progress(40, now - 6.0)) for node in "ab"]
     spent = totals(story([*entries, *ends]).spans())
     assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
@@ -212,7 +212,7 @@ def test_a_hang_is_told_by_its_newest_finding():
 def test_the_last_step_is_as_old_as_its_node_says():
     """It may be told when it is long over: what stands still counts from the step itself."""
     told = story([*THREE_STEPS, AT_SIX, (9.0, "b", replace(progress(23), age_s=2.5))])
-    assert (told.newest, told.last_step_at) == (23, 6.5)
+    assert (told.steps.newest, told.steps.last_at) == (23, 6.5)
     assert now_at(told, 15.0) == "generation 1  2 nodes (1 to 4)  step 23  no step for 8 s  epoch 0"
 
 
@@ -242,7 +242,9 @@ def test_who_was_left_out_does_not_train():
         assert (alone["train"], alone["standby"]) == pytest.approx((2.5, 0.5 - (known == entries) * 0.1)), (
             "its own view"
         )
-        assert [chapter.number for chapter in own.chapters] == [chapter.number for chapter in told.chapters]
+        assert [chapter.number for chapter in own.generations.all] == [
+            chapter.number for chapter in told.generations.all
+        ]
 
 
 def both_stalled(step, age_s):
@@ -292,8 +294,8 @@ def test_a_hang_that_ends_its_generation_is_a_failure(more, failures):
     """L5: in the failures by node it counts once, whether the run goes on after it or not."""
     ends = [(37.0, "a", events.Result("failed", 1, "no progress"))]
     for told in (story([*HANG, *more]), story([*HANG, *more, *ends])):
-        assert {each.node: each.what for each in told.failures} == failures
-        assert len(told.failures) == len(failures)
+        assert {each.node: each.what for each in told.failures.all} == failures
+        assert len(told.failures.all) == len(failures)
 
 
 REASON = "no step for 12 s after step 20: rank 1 sleeps"
@@ -337,7 +339,7 @@ def test_a_hang_before_the_first_step_is_one():
     again = story(
         [*BEFORE, (19.0, "a", begun(2, "a", "drain", "b left")), (20.0, "a", events.SetUp(2, {"start": 500}))]
     )
-    assert again.chapter.cause == "b left; before that no step for 16 s: rank 1 sleeps"
+    assert again.generations.newest.cause == "b left; before that no step for 16 s: rank 1 sleeps"
     assert totals(again.spans_by_node(20.0)["a"])["detect"] == 15.5
 
 
@@ -380,9 +382,9 @@ def test_a_step_that_the_others_made_before_they_waited_ends_no_hang():
 def test_what_has_ended_a_hang_names_it(more, failures, cause):
     """In the row of the next generation, and once among the failures of the node that was waited for."""
     told = story([*HANG, *more])
-    assert told.chapter.cause == cause
-    assert Counter(each.node for each in told.failures) == failures
-    assert sum(each.hang for each in told.failures) == 1
+    assert told.generations.newest.cause == cause
+    assert Counter(each.node for each in told.failures.all) == failures
+    assert sum(each.hang for each in told.failures.all) == 1
 
 
 def _blames(generation, age_s, said="rank 1 sleeps"):
@@ -434,8 +436,8 @@ def test_a_hang_that_outlives_its_generation_is_one_and_all_of_it_is_detected(mo
     assert [spent[node]["detect"] for node in "abc"] == pytest.approx([70.0, 70.0, 10.0])
     assert spent["a"]["re-form"] == pytest.approx(0.25 + 0.3)
     assert spent["c"]["standby"] == pytest.approx(60.4)
-    assert [(each.node, each.what) for each in told.failures if each.hang] == [("b", said)]
-    assert (told.chapter.pause_s, told.chapter.redone) == (71.0, 0)
+    assert [(each.node, each.what) for each in told.failures.all if each.hang] == [("b", said)]
+    assert (told.generations.newest.pause_s, told.generations.newest.redone) == (71.0, 0)
 
 
 def test_another_hang_is_another_failure():
@@ -448,7 +450,7 @@ def test_another_hang_is_another_failure():
         (23.0, "a", events.Culprit(2, 21, 4.0, (1,), ("b",), "rank 1 sleeps")),
         (30.0, "a", begun(3, "a", "drain", "b left")),
     ]
-    assert [each.what for each in story(entries).failures] == [
+    assert [each.what for each in story(entries).failures.all] == [
         "no step for 12 s after step 20: rank 1 sleeps",
         "no step for 11 s after step 21: rank 1 sleeps",
     ]
@@ -459,7 +461,7 @@ def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
     silent = events.Culprit(1, 20, 3.0, (), ("b",), "b does not answer")
     told = story([*THREE_STEPS, AT_SIX, (9.0, "a", silent), (11.0, "a", events.MemberLost("b", "b lost")),
         (11.0, "a", begun(2, "a", "lost", "b lost"))])  # fmt: skip
-    assert (told.chapter.cause, len(told.failures)) == ("b lost", 1)
+    assert (told.generations.newest.cause, len(told.failures.all)) == ("b lost", 1)
 
 
 def test_who_hears_nothing_of_others_is_named_with_what_it_tells():
@@ -494,7 +496,9 @@ def test_a_slow_node_that_was_drained_was_slow():
     """The cause of the next generation says so, and that of one that leaves another way does not."""
     entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
     drained = story([*entries, (9.0, "a", begun(2, "ac", "drain", "b drained"))])
-    assert drained.chapter.cause == "b drained; c joined; b was slow"
-    assert f"generation 2: {drained.chapter.cause}, 2 nodes" in "\n".join(each.text for each in happened(drained))
-    assert story([*entries, (9.0, "a", begun(2, "a", "lost", "b lost"))]).chapter.cause == "b lost"
-    assert story([*entries, (9.0, "a", begun(2, "b", "drain", "a drained"))]).chapter.cause == "a drained"
+    assert drained.generations.newest.cause == "b drained; c joined; b was slow"
+    assert f"generation 2: {drained.generations.newest.cause}, 2 nodes" in "\n".join(
+        each.text for each in happened(drained)
+    )
+    assert story([*entries, (9.0, "a", begun(2, "a", "lost", "b lost"))]).generations.newest.cause == "b lost"
+    assert story([*entries, (9.0, "a", begun(2, "b", "drain", "a drained"))]).generations.newest.cause == "a drained"

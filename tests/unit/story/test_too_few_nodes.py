@@ -18,7 +18,8 @@ from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Put, Txn
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
-from elasticrt.story.fold import SILENT, Story
+from elasticrt.story.failures import SILENT
+from elasticrt.story.fold import Story
 from elasticrt.story.report import changes, longest
 from elasticrt.story.sentences import doing, now_at, state
 from tests.memory_store import MemoryServer, MemoryStore
@@ -60,13 +61,13 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
 
 def test_the_wait_is_no_phase_of_the_agreement() -> None:
     """The report of a change tells it by its own name, of workers that wait with their state as of new ones."""
-    kept = story(GOES_ON).chapters[-1]
+    kept = story(GOES_ON).generations.all[-1]
     assert kept.phases == pytest.approx(
         {"detect": 0.3, "waiting for nodes": 19.5, "agree": 0.2, "script": 0.1, "first_step": 0.4}
     )
     assert sum(kept.phases.values()) == pytest.approx(kept.pause_s)
     assert longest(kept).startswith("waiting for nodes 19.50 s, ")
-    anew = story(BEGINS_ANEW).chapters[-1].phases
+    anew = story(BEGINS_ANEW).generations.all[-1].phases
     assert (anew["waiting for nodes"], anew["agree"]) == pytest.approx((19.5, 0.0))
 
 
@@ -76,7 +77,7 @@ def test_a_change_with_enough_nodes_has_no_wait_for_them() -> None:
     recovery = events.Recovery(2, 6.0, {"detect": 500.0, "agree": 100.0, "start": 2400.0, "first_step": 3000.0})
     for nodes in ("a", "ab"):
         told = story([*(each for each in TWO_NEEDED if each[1] in nodes), *at_ten, (16.0, "a", recovery)])
-        assert told.chapters[-1].phases["agree"] == pytest.approx(0.1)
+        assert told.generations.all[-1].phases["agree"] == pytest.approx(0.1)
         assert totals(told.spans_by_node()["a"])["waiting for nodes"] == pytest.approx(1.0), "before the first"
 
 
@@ -124,8 +125,8 @@ def test_the_state_of_a_run_that_waits() -> None:
     """For how long, after which step, how many are here; the lost node is gone, and its loss is a failure."""
     told = story(BEGINS)
     assert state(told, 25.0) == "waiting for nodes for 14.5 s, after step 60: 1 of at least 2 here"
-    assert told.alive() == ("a",)
-    assert [trouble.what for trouble in told.failures] == ["b lost"]
+    assert told.lives.alive() == ("a",)
+    assert [trouble.what for trouble in told.failures.all] == ["b lost"]
     assert state(story(GOES_ON), 31.0) == "running"
     stopped: Entry = (26.0, "a", events.AgentStopped(143))
     assert state(story([*BEGINS, stopped])).startswith("stopped; step 60 is saved; to go on: ")
@@ -149,8 +150,8 @@ def test_who_drains_below_the_minimum_has_not_failed(how: str, before: list[even
     lost: Entry = (10.5, "a", events.MemberLost("b", how))
     ends: Entry = (11.0, "b", events.AgentStopped(143))
     told = story([*BEGINS[:-4], *((10.5, "b", event) for event in before), lost, *BEGINS[-3:], ends])
-    assert [trouble.what for trouble in told.failures] == [how] * failures
-    assert told.alive() == ("a",)
+    assert [trouble.what for trouble in told.failures.all] == [how] * failures
+    assert told.lives.alive() == ("a",)
 
 
 def test_the_silence_of_a_node_is_in_its_evidence() -> None:

@@ -34,13 +34,13 @@ def test_that_etcd_does_not_answer_is_told_while_it_lasts():
     assert state(told, 10.0) == as_object(told, 10.0)["state"] == board(told, 10.0)["state"] == f"running; {said}"
     assert "etcd did not answer once, for 4.0 s" in report(told, 10.0)
     ended = story([*AWAY, (8.5, "a", events.AgentStopped(4)), (8.5, "b", events.AgentStopped(4))])
-    assert ended.times_without_etcd(20.0) == [(6.0, 8.5)], "who has ended does not miss it"
+    assert ended.lives.times_without_etcd(20.0) == [(6.0, 8.5)], "who has ended does not miss it"
 
 
 def test_times_without_etcd_are_summed_up():
     """What several nodes have missed at once is one time; the summary at an agent's end has its own."""
     told = story([*BACK, (20.0, "a", events.EtcdAway(1.5))])
-    assert told.times_without_etcd(30.0) == [(6.0, 9.5), (18.5, 20.0)]
+    assert told.lives.times_without_etcd(30.0) == [(6.0, 9.5), (18.5, 20.0)]
     assert state(told, 30.0) == "running"
     assert "etcd did not answer 2 times, for 5.0 s in all" in report(told, 30.0)
     assert [6.0, "bad", "etcd did not answer for 3.5 s"] in board(told, 30.0)["sentences"]
@@ -56,7 +56,7 @@ def test_what_fails_while_etcd_is_away_is_told_at_once():
     assert (doing(told), told.standstill_s(10.0)) == ("stands still", 2.0)
     assert DEATH in now_at(told, 10.0)
     followed = story([*BACK, (8.0, "b", ended), (10.0, "a", begun(2, "a", "failure", DEATH))])
-    assert (state(followed, 11.0), followed.chapter.cause) == ("running", DEATH)
+    assert (state(followed, 11.0), followed.generations.newest.cause) == ("running", DEATH)
     beside = events.WorkerEnded(0, 1, 12, -9, DEATH)
     assert state(story([*THREE_STEPS, (8.0, "b", beside)]), 10.0) == "running", "a newcomer's stops nobody"
 
@@ -81,7 +81,7 @@ def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
         assert {name: round(spent[name], 3) for name in seconds} == seconds
     known = totals(story([*AWAY, *lost, *over]).spans())
     assert (round(known["detect"], 3), round(known["agree"], 3)) == (1.0, 6.0)
-    live = told.lives[0].spans.known_at(20.0)
+    live = told.lives.all[0].spans.known_at(20.0)
     assert (live["detect"], live["agree"]) == (1.0, 11.0)
 
 
@@ -106,9 +106,9 @@ def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
     """Whether a request had failed before its agents found it dead, or not."""
     fresh = [(9.0, node, events.EtcdAway(3.0, fresh=True)) for node in "ab"]
     told = story([*(AWAY if missed else THREE_STEPS), *fresh, (9.5, "a", begun(2, "ab", "start", in_place=False))])
-    assert told.chapter.cause == "etcd had died, and a fresh one was started"
-    assert told.times_without_etcd() == [(6.0, 9.0)]
-    assert cause_of(told, 2, "start") == told.chapter.cause
+    assert told.generations.newest.cause == "etcd had died, and a fresh one was started"
+    assert told.lives.times_without_etcd() == [(6.0, 9.0)]
+    assert cause_of(told, 2, "start") == told.generations.newest.cause
     assert cause_of(told, 3, "start") == cause_of(None, 2, "start") == "start", "of which the story does not tell"
 
 

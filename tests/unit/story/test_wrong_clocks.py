@@ -59,7 +59,7 @@ def read(directory: Path, entries: Iterable[Entry], ahead: Mapping[str, float]) 
 
 def begins(story: Story) -> dict[str, float]:
     """When each agent started, by the story."""
-    return {life.node: round(life.begin - START, 3) for life in story.lives}
+    return {life.node: round(life.begin - START, 3) for life in story.lives.all}
 
 
 @pytest.mark.parametrize("ahead", CLOCKS)
@@ -67,7 +67,7 @@ def begins(story: Story) -> dict[str, float]:
 def test_one_of_three_wall_clocks_is_wrong(tmp_path: Path, off: str, ahead: float) -> None:
     """The report is that of clocks that agree, and has the times of most machines."""
     told = read(tmp_path / "calm-fox", RUN, {off: ahead})
-    assert [chapter.number for chapter in told.chapters] == [1, 2, 3]
+    assert [chapter.number for chapter in told.generations.all] == [1, 2, 3]
     assert report(told) == report(read(tmp_path / "agreed", RUN, {}))
 
 
@@ -87,14 +87,14 @@ def test_the_order_of_lines(tmp_path: Path, off: str, ahead: float) -> None:
 def test_before_the_first_step(tmp_path: Path, off: str, ahead: float) -> None:
     """Of a run that has only begun nobody is told as lost, either."""
     told = read(tmp_path, BEGIN, {off: ahead})
-    assert (len(told.chapters), told.failures, told.alive()) == (1, [], ("a", "b", "c"))
+    assert (len(told.generations.all), told.failures.all, told.lives.alive()) == (1, [], ("a", "b", "c"))
     assert begins(told) == pytest.approx({"a": 0.0, "b": 0.4, "c": 0.5})
 
 
 def test_all_wall_clocks_differ(tmp_path: Path) -> None:
     """One of them is taken; what the machines tell together is as long as it was."""
     told, agreed = read(tmp_path / "off", RUN, {"a": -3600.0, "c": 90.0}), read(tmp_path / "agreed", RUN, {})
-    assert [chapter.number for chapter in told.chapters] == [1, 2, 3]
+    assert [chapter.number for chapter in told.generations.all] == [1, 2, 3]
     assert told.last - told.begin == pytest.approx(agreed.last - agreed.begin)
     assert told.goodput() == pytest.approx(agreed.goodput())
 
@@ -116,7 +116,7 @@ def test_machines_that_only_know_each_other_by_a_third(tmp_path: Path) -> None:
         *((22.0, node, begun(3, "bc", "join")) for node in "bc"),
     ]
     told = read(tmp_path, entries, {"b": -60.0, "c": -30.0})
-    assert [chapter.number for chapter in told.chapters] == [1, 2, 3]
+    assert [chapter.number for chapter in told.generations.all] == [1, 2, 3]
     assert begins(told) == pytest.approx({"a": -30.0, "c": -30.0, "b": -10.0})
 
 
@@ -140,7 +140,7 @@ def test_a_generation_that_began_before_the_agent(tmp_path: Path) -> None:
     leaves: list[Entry] = [(80.0, node, begun(3, "ab", "drain")) for node in "ab"]
     back: list[Entry] = [(95.0, "c", started()), (96.0, "c", events.StandsBy(**vars(begun(3, "ab", "drain"))))]
     told = read(tmp_path / "back", [*runs, *comes, *joins, *leaves, *back], {"c": 30.0})
-    assert [life.begin - START for life in told.lives if life.node == "c"] == pytest.approx([60.0, 95.0])
+    assert [life.begin - START for life in told.lives.all if life.node == "c"] == pytest.approx([60.0, 95.0])
 
 
 def test_generations_that_look_alike(tmp_path: Path) -> None:
@@ -176,6 +176,6 @@ def test_who_follows_a_run_learns_of_it(tmp_path: Path, ahead: float) -> None:
         stories.append(story)
         if later:
             write(tmp_path, later.pop(0), {"c": ahead})
-    assert [chapter.number for chapter in stories[-1].chapters] == [1, 2]
+    assert [chapter.number for chapter in stories[-1].generations.all] == [1, 2]
     assert begins(stories[-1])["c"] == pytest.approx(12.6)
     assert len(given) == len(set(given)) == expected

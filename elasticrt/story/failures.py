@@ -1,0 +1,117 @@
+"""The failures of a run, its standstills whose reason is known, and its slow nodes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elasticrt import events
+from elasticrt.story.buckets import LATE_S, STANDSTILLS_KEPT, GenerationCourse, Standstill
+
+SILENT = "(no answer"
+"""The evidence against a node that was taken out because it did not answer contains these words."""
+
+
+@dataclass(frozen=True)
+class RunFailure:
+    """A failure."""
+
+    at: float  # When.
+    node: str  # The node where it was; "": not known.
+    what: str  # A description, for people.
+    generation: int  # The generation in which it was.
+    # Whether steps stood still. All nodes report such a failure, and it is counted once.
+    hang: bool = False
+
+
+@dataclass(frozen=True)
+class ExplainedStandstill:
+    """A standstill whose reason is known: which ranks or nodes the others wait for."""
+
+    since: float  # When the last step was made.
+    culprit: events.Culprit  # The newest finding.
+    # Whether `culprit.step` counts over the whole run. Else it is the number of optimizer steps of the present
+    # processes, and is not shown.
+    has_step_numbers: bool = True
+    # The node that does not hear the others, if the finding is one-sided: this node may be the one that is cut off. ""
+    # otherwise.
+    by: str = ""
+
+    def sentence(self, now: float) -> str:
+        """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
+        after = f" after step {self.culprit.step:,}" if self.has_step_numbers else ""
+        seen = f", as {self.by} sees it" if self.by else ""
+        return f"no step for {now - self.since:.0f} s{after}{seen}: {self.culprit.reason}"
+
+
+class Failures:
+    """What failed, whom steps waited for, and who was slow."""
+
+    def __init__(self) -> None:
+        self.all: list[RunFailure] = []  # The failures, in the order of time.
+        # The newest findings about slow nodes, each with its time.
+        self.straggler_findings: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDSTILLS_KEPT)
+        # The newest standstills with a finding, each with the course of its generation.
+        self._explained: deque[tuple[Standstill, GenerationCourse]] = deque(maxlen=STANDSTILLS_KEPT)
+
+    def add(self, failure: RunFailure) -> None:
+        """Note a failure that is no hang."""
+        self.all.append(failure)
+
+    def take_back(self, loss: RunFailure | None) -> None:
+        """Note that the node of `loss` had left of its own accord: that is no failure, unless it stopped answering."""
+        if loss in self.all and SILENT not in loss.what:
+            self.all.remove(loss)
+
+    def found_slow(self, event: events.Straggler, at: float) -> None:
+        """Note a finding about a slow node."""
+        self.straggler_findings.append((at, event))
+
+    def stood_still(self, course: GenerationCourse, event: events.Event, *, has_step_numbers: bool) -> None:
+        """Note a standstill, or a hang, that `event` has brought into the `course` of its generation.
+
+        A hang counts as one failure of each node that is waited for, whichever node has reported it first.
+        """
+        if course.blamed is event and not any(stand is course.standstills[-1] for stand, _ in self._explained):
+            self._explained.append((course.standstills[-1], course))
+        # Without stacks the worker's own end is the failure that is told.
+        if course.hung is None or not course.hung[1].stacks:
+            return
+        (at, hung), culprit = course.hung, course.blamed
+        nodes: tuple[str, ...] = ("",)
+        what = f"no progress for {hung.age_s:.0f} s" + (f" after step {hung.step:,}" if has_step_numbers else "")
+        # The finding may be one step behind: see `GenerationCourse.stood_still`.
+        if culprit is not None and abs(hung.step - culprit.step) <= 1:
+            what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
+        self.add_hang(at, what, hung.generation, nodes, since=at - hung.age_s)
+
+    def add_hang(self, at: float, what: str, generation: int, nodes: Iterable[str], *, since: float) -> None:
+        """Note a hang as a failure of each of these `nodes`, "" if none is known.
+
+        Earlier failures of the same hang, those from `since` on, are replaced: it may go on in generations that come to
+        no step.
+        """
+        self.all = [each for each in self.all if not (each.hang and each.at >= since)]
+        self.all += [RunFailure(at, each, what, generation, hang=True) for each in nodes]
+
+    def explained_standstills(self, last: float, *, has_step_numbers: bool) -> list[tuple[ExplainedStandstill, float]]:
+        """The newest standstills whose reason was found, each with its end.
+
+        One that outlives its generation is told once, with its newest reason. One that still lasts ends at `last`.
+        """
+        before = -math.inf
+        found: dict[float, tuple[ExplainedStandstill, float]] = {}
+        for stand, course in self._explained:
+            assert stand.culprit is not None
+            # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
+            before = before if abs(stand.since - before) < LATE_S else stand.since
+            # No shorter than the finding says: the others may have gone on without the node that reports it.
+            until = max(min(stand.until, course.over_at, last), stand.since + stand.culprit.age_s)
+            # A finding without a rank, about other nodes that do not answer, is only the view of the node that reports
+            # it.
+            named = stand.culprit.ranks or not stand.culprit.nodes or stand.by in stand.culprit.nodes
+            by = "" if named else stand.by
+            found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers, by), until
+        return list(found.values())

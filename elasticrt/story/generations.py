@@ -1,0 +1,264 @@
+"""The generations of a run, as the chapters of its story. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from elasticrt import events
+from elasticrt.story.buckets import AGREE, WAITING, GenerationCourse
+
+_FINISHED = (
+    events.FirstStep | events.Step | events.Progress | events.Committed | events.Copied | events.WorkerEnded
+    | events.Stalled | events.Culprit
+)  # fmt: skip
+"""Events whose `step` was finished in their `generation`."""
+
+
+@dataclass
+class Chapter:
+    """One generation, as the run's story tells it."""
+
+    # Up to `restarts`, and `waits`: as the leader published them. The cause also names nodes that joined on this
+    # occasion.
+    number: int
+    cause: str
+    kind: str
+    world_size: int
+    nodes: tuple[str, ...]
+    in_place: bool
+    restarts: int
+    begin: float  # When its first node began it.
+    # The step that it resumes after, at first as published, then as the workers agreed.
+    resume_step: int
+    # The last step before this generation that any node's events tell of.
+    step_before: int
+    # The nodes of the generation before; None if that one has no events.
+    follows: tuple[str, ...] | None
+    waits: bool = False
+    # The run's minimum of nodes when it was published.
+    needed: int = 1
+    # The highest step finished in it that any node's events tell of; 0: none.
+    reached: int = 0
+    end: float | None = None  # When the next one began; None for the newest.
+    reported: dict[str, float] = field(default_factory=dict)  # By node: when it reported its first step.
+    stepped_at: float | None = None  # When a first step was first reported; None before.
+    # The number of that step; None before, and for a script without a Loop.
+    first_step: int | None = None
+    # The later step that was published as resume point, if its checkpoint could not be used; 0: it could.
+    passed_over: int = 0
+    # The longest pause of a node; None if no node has made steps both before and in it.
+    pause_s: float | None = None
+    # How many steps that were finished before are done again; None: not known, because the last step before is not.
+    redone: int | None = None
+    # Seconds by phase, for the node with the longest pause, or with the longest set-up if there was no pause. Events
+    # count a wait for nodes as part of the phase "agree"; here it is a phase of its own, named as the bucket.
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def saves(self) -> bool:
+        """Whether it only saves the state: it has enough nodes, makes no step, and the next generation follows."""
+        return self.waits and len(self.nodes) >= self.needed
+
+    @property
+    def step(self) -> int:
+        """The step after which the run stood when this generation began.
+
+        That is what its nodes' reports say; before these, the newest step known from earlier generations.
+        """
+        return self.resume_step + self.redone if self.redone is not None else self.step_before
+
+    def stepped(self, node: str, at: float) -> None:
+        """Note that `node` reported its first step `at` this time."""
+        self.reported.setdefault(node, at)
+        self.stepped_at = at if self.stepped_at is None else self.stepped_at
+
+    def count_redone(self, told: Set[str]) -> None:
+        """Correct how many steps it does again, if only those nodes that have `told` their events are known.
+
+        A node's own report may lack steps that other nodes had finished.
+        """
+        if self.first_step is None:
+            return
+        # Only if all nodes of the generation before have told their events is its last step known.
+        if self.redone is not None or (self.follows is not None and told >= {*self.follows}):
+            self.redone = max(self.redone or 0, self.step_before - self.resume_step)
+
+
+class Generations:
+    """The generations of a run."""
+
+    def __init__(self) -> None:
+        self.all: list[Chapter] = []  # The generations, in order.
+        # By number: how each goes. Only those of the present etcd: a fresh one counts from 1 again.
+        self.courses: dict[int, GenerationCourse] = {}
+        # By node: the newest generation with workers there, and their pids by rank.
+        self.workers: dict[str, tuple[int, dict[int, int]]] = {}
+        self.numbers: dict[int, Chapter] = {}  # By number: the generations of `courses`.
+        # How many generations belong to earlier attempts that succeeded.
+        self._done_before = 0
+
+    @property
+    def newest(self) -> Chapter | None:
+        """The newest generation; None before the first."""
+        return self.all[-1] if self.all else None
+
+    @property
+    def newest_course(self) -> GenerationCourse | None:
+        """How the newest generation goes; None before the first."""
+        return self.courses[self.all[-1].number] if self.all else None
+
+    def is_over(self, number: int) -> bool:
+        """Whether another generation has followed the one with `number`."""
+        return self.newest is not None and number < self.newest.number
+
+    def is_known(self, number: int) -> bool:
+        """Whether an event has told of a generation with `number`, or of a later one."""
+        return number in self.numbers or self.is_over(number)
+
+    def worker(self, rank: int) -> int | None:
+        """The pid of the worker with `rank` in the newest generation; None if there is none."""
+        for generation, pids in self.workers.values():
+            if self.newest is not None and generation == self.newest.number and rank in pids:
+                return pids[rank]
+        return None
+
+    def ranks(self, node: str, number: int) -> Collection[int]:
+        """The ranks of the workers of `node`, if generation `number` is its newest one with workers."""
+        generation, pids = self.workers.get(node, (0, {}))
+        return pids if generation == number else ()
+
+    # A new generation.
+
+    def begin_again(self) -> None:
+        """Note that the run is run `--again` after a success: the next generation has no step before."""
+        self._done_before = len(self.all)
+
+    def follows(self, number: int) -> tuple[str, ...] | None:
+        """The nodes of the newest generation, if a new one with `number` comes right after it; else None."""
+        after = self.newest is not None and (self.is_known(number) or number == self.newest.number + 1)
+        return self.newest.nodes if after and self.newest is not None else None
+
+    def begin(self, event: events.Generation, at: float, *, cause: str, kind: str, needed: int) -> Chapter:
+        """Begin the generation that `event` tells of. The other arguments are fields of `Chapter`, `at` its `begin`."""
+        before, follows, step = self.newest, self.follows(event.number), 0
+        if before is not None:
+            before.end = at
+            self.courses[before.number].over(at)
+            if len(self.all) > self._done_before:
+                step = before.reached if before.first_step is not None else before.step_before
+        # A fresh etcd counts from 1 again.
+        if self.is_known(event.number):
+            self.numbers.clear()
+            self.courses.clear()
+        # Workers that go on in place keep the state that they have, which may be newer than the published resume point.
+        resume_step = max(event.resume_step, step) if event.in_place else event.resume_step
+        published = (event.number, cause, kind, event.world_size, event.nodes, event.in_place, event.restarts)
+        chapter = Chapter(*published, at, resume_step, step, follows, event.waits, needed)
+        self.all.append(chapter)
+        self.numbers[event.number] = chapter
+        self.courses[event.number] = GenerationCourse(waits=event.waits)
+        return chapter
+
+    def learn_nodes(self, event: events.Generation) -> Chapter | None:
+        """Take over the nodes of a known generation from `event`, if it names more. Returns the generation if it does.
+
+        Every member reports the generation. In a large one most members know only some of its nodes; the leader knows
+        all.
+        """
+        chapter = self.numbers.get(event.number)
+        if chapter is None or len(event.nodes) <= len(chapter.nodes):
+            return None
+        chapter.nodes = event.nodes
+        return chapter
+
+    def note_short(self, chapter: Chapter, *, short: bool) -> None:
+        """Note whether `chapter` had to wait for more nodes, because too few of the one before were left."""
+        self.courses[chapter.number].short = short
+
+    def left(self, at: float) -> None:
+        """Note that the agents of the newest generation had ended at `at`."""
+        if self.newest_course is not None:
+            self.newest_course.left_at = at
+
+    # The events of a generation.
+
+    def fold(self, event: events.Event, node: str, at: float, told: Set[str]) -> None:
+        """Fold in an event that `node` has written, and that happened at `at`. `told` are all nodes with events."""
+        if isinstance(event, _FINISHED) and event.step:
+            self._finished(event.generation, event.step, told)
+        match event:
+            case events.WorkersStarted():
+                self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
+            case events.Recovery() | events.SetUp() if event.generation in self.numbers:
+                self._phases(self.numbers[event.generation], event, node, at - event.age_s)
+            case events.Committed() | events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
+                event.generation in self.courses
+            ):
+                self.courses[event.generation].fold(event, node, at)
+
+    def first_step(self, event: events.FirstStep, node: str, at: float, *, highest: int, told: Set[str]) -> bool:
+        """Note the first step of `node` in the newest generation. The `highest` step of the run may be a later one.
+
+        Returns whether the workers have resumed earlier than published: the checkpoint of the resume point could not be
+        used.
+        """
+        chapter, course = self.numbers[event.generation], self.courses[event.generation]
+        chapter.stepped(node, at)
+        earlier = event.resumed_from < chapter.resume_step and not chapter.in_place
+        if earlier:
+            chapter.passed_over = chapter.resume_step
+        chapter.first_step, chapter.resume_step = event.step, event.resumed_from
+        if event.pause_s is not None:
+            chapter.pause_s = max(chapter.pause_s or 0.0, event.pause_s)
+        if event.redone is not None:
+            chapter.redone = max(chapter.redone or 0, event.redone)
+        chapter.count_redone(told)
+        course.resumed(event.resumed_from, max(highest, event.resumed_from + (event.redone or 0)))
+        return earlier
+
+    def stepped(self, number: int, step: int, at: float) -> None:
+        """Note that `step` was made at `at` in the generation with `number`, unless another one has followed."""
+        if number in self.courses and not self.is_over(number):
+            self.courses[number].stepped(step, at)
+
+    def _finished(self, number: int, step: int, told: Set[str]) -> None:
+        """Note that `step` was finished in generation `number`. The event may come after a later one has begun."""
+        chapter = self.numbers.get(number)
+        if chapter is None or step <= chapter.reached:
+            return
+        chapter.reached = step
+        # Later generations up to the first one with a step continue after this step: correct their beginning.
+        for later in self.all[self.all.index(chapter) + 1 :] if chapter is not self.newest else ():
+            later.step_before = max(later.step_before, step)
+            later.count_redone(told)
+            if later.first_step is not None:
+                return
+            # Its workers keep the state that they have.
+            if later.in_place:
+                later.resume_step = max(later.resume_step, step)
+
+    def _phases(self, chapter: Chapter, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
+        """Note what the time until the first step of `node`, made at `at`, went into."""
+        # A script without a Loop reports no first step.
+        if chapter is self.newest:
+            chapter.stepped(node, at)
+        seconds: dict[str, float] = {}
+        for name, took_ms in event.phases.items():
+            waited_s = self._waited_s(chapter, took_ms / 1000) if name == AGREE else 0.0
+            seconds |= {WAITING: waited_s} if waited_s else {}
+            seconds[name] = took_ms / 1000 - waited_s
+        if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
+            chapter.pause_s, chapter.phases = event.pause_s, seconds
+        elif chapter.pause_s is None:
+            chapter.phases = max(chapter.phases, seconds, key=lambda each: sum(each.values()))
+
+    def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
+        """For how many of the `agree_s` seconds that it took to agree on `chapter` there were too few nodes for it."""
+        before = takewhile(lambda each: each.waits, reversed(self.all[: self.all.index(chapter)]))
+        # A generation that waits with enough nodes only saves.
+        short = [each for each in before if len(each.nodes) < each.needed]
+        if short:
+            return min(agree_s, chapter.begin - short[-1].begin)
+        return agree_s if self.courses[chapter.number].short else 0.0
