@@ -195,6 +195,10 @@ class GenerationCourse:
         while at - self.recent_steps[0][1] > PACE_S and len(self.recent_steps) > 2:
             self.recent_steps.popleft()
 
+    def still_made_steps(self, at: float) -> None:
+        """Note that a node made its last step at `at`, whose number is not known."""
+        self.step_at = max(self.step_at, at)
+
     @property
     def speed(self) -> float | None:
         """The current steps per second; None: not known."""
@@ -422,7 +426,6 @@ class LifeSpans:
         """The steps have ended, and this node waits with the others for nodes, by a `Restarted` event at `at`."""
         # The phases run from the last step until now, so their sum says when the last step was.
         end = at - sum(event.phases.values()) / 1000
-        self._course.step_at = max(self._course.step_at, end)
         self._stand_from(end, event.phases)
         self._paint_to(at, AGREE)
         self._mode, self._next_heard_at, self._failed_at = "waiting", None, None
@@ -448,7 +451,6 @@ class LifeSpans:
         # The phases end with the first step, so their sum says when the pause or the set-up began.
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
-            self._course.step_at = max(self._course.step_at, end)
             self._stand_from(end, event.phases)
         else:
             self._paint_to(end, SET_UP)
@@ -565,6 +567,7 @@ class LifeSpans:
             end: when the last step was made.
             phases: milliseconds by phase, from that step on.
         """
+        self._course.still_made_steps(end)
         detect_s, agree_s = phases.get("detect", 0.0) / 1000, phases.get("agree", 0.0) / 1000
         until, known = end + detect_s, dict(self._painted)
         for mark in self._marks:

@@ -259,7 +259,9 @@ class Story:
         seated = self.lives.seated(before)
         killed = [life for life in seated if life.code is None and not (life.is_leaving or life.loss)]
         for life in killed:
-            self._lost(RunFailure(at, life.node, f"{life.node} lost (killed)", before.number), life, life.last)
+            loss = RunFailure(at, life.node, f"{life.node} lost (killed)", before.number)
+            self.failures.add(loss)
+            self.lives.lose(life, loss, life.last)
         names = ", ".join(life.node for life in killed)
         return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
 
@@ -300,14 +302,10 @@ class Story:
         # An agent that ended or left of its own accord is no loss, unless it stopped answering.
         if life is not None and (life.code is not None or (life.is_leaving and SILENT not in event.how)):
             return
-        late = life is not None and teller.begin > life.last
-        number = chapter.number if chapter is not None else 0
-        self._lost(RunFailure(at, event.lost, event.how, number), life, at if not late else 0.0)
-
-    def _lost(self, loss: RunFailure, life: AgentLife | None, gone_at: float) -> None:
+        loss = RunFailure(at, event.lost, event.how, chapter.number if chapter is not None else 0)
         self.failures.add(loss)
         if life is not None:
-            self.lives.lose(life, loss, gone_at)
+            self.lives.lose(life, loss, life.last if teller.begin > life.last else at)
 
     def note_killed(self, node: str) -> None:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
@@ -317,12 +315,6 @@ class Story:
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:
-    """The cause of the newest generation.
-
-    Args:
-        story: if it knows this generation, its cause is taken, which may say more.
-        generation: the number of the newest generation.
-        said: the cause in the leader's words.
-    """
+    """The cause of the newest `generation`, as `said` by the leader; if the `story` knows it, its cause says more."""
     chapter = story.generations.newest if story is not None else None
     return chapter.cause if chapter is not None and chapter.number == generation else said
