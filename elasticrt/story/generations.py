@@ -152,10 +152,22 @@ class Generations:
         if self.is_known(event.number):
             self.numbers.clear()
             self.courses.clear()
-        # Workers that go on in place keep the state that they have, which may be newer than the published resume point.
-        resume_step = max(event.resume_step, step) if event.in_place else event.resume_step
-        published = (event.number, cause, kind, event.world_size, event.nodes, event.in_place, event.restarts)
-        chapter = Chapter(*published, at, resume_step, step, follows, event.waits, needed)
+        chapter = Chapter(
+            number=event.number,
+            cause=cause,
+            kind=kind,
+            world_size=event.world_size,
+            nodes=event.nodes,
+            in_place=event.in_place,
+            restarts=event.restarts,
+            begin=at,
+            # Workers that go on in place keep the state that they have, which may be newer than what was published.
+            resume_step=max(event.resume_step, step) if event.in_place else event.resume_step,
+            step_before=step,
+            follows=follows,
+            waits=event.waits,
+            needed=needed,
+        )
         self.all.append(chapter)
         self.numbers[event.number] = chapter
         self.courses[event.number] = GenerationCourse(waits=event.waits)
