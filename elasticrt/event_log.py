@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import logging
 import os
 import threading
@@ -295,7 +297,16 @@ class EventLog:
             return
         make_directory(self._directory)
         path = self._directory / f"events-{self._node}.jsonl"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            # The agent before this one may still be ending, and one in another etcd may have these names by mistake.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise OSError(errno.EBUSY, f"another agent writes {path.name}") from None
+        except OSError as error:
+            log.debug("event files cannot be locked here: %s", error)
+        self._file = file
         size = os.fstat(self._file).st_size
         # A killed agent may have left half a line.
         self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"

@@ -63,11 +63,11 @@ def check_loopback() -> None:
     error = why_no_loopback()
     if error:
         raise ConfigError(
-            "this machine's loopback interface is down",
+            "this machine's loopback does not work",
             LOOPBACK,
             got=f"127.0.0.1: {error}",
             expected="an address at which processes of one node reach each other",
-            remedy="Bring it up: ip link set lo up",
+            remedy="Bring it up: ip link set lo up; without an address: ip addr add 127.0.0.1/8 dev lo",
         )
 
 

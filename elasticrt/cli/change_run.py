@@ -121,7 +121,7 @@ def resize(arguments: argparse.Namespace) -> int:
             # Another `resize` or a new start of the run has changed the spec since it was read.
             raise StoreError("the run's options have just changed", where, remedy="Try again")
         text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
-        write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
+        write(sys.stdout, text + _consequence(least - len(members), len(members) - most, members.values()) + "\n")
     return EXIT_OK
 
 
@@ -161,10 +161,10 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
         told = ""
 
 
-def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:
-    """What follows for a run with these `members` that lacks `missing` nodes."""
+def _consequence(missing: int, surplus: int, members: Iterable[tuple[Member, KeyValue]]) -> str:
+    """What follows for a run with these `members` that lacks `missing` nodes, or has a `surplus`."""
     if missing <= 0:
-        return ""
+        return f": {counted(surplus, 'node')} will stand by" if surplus > 0 else ""
     if any(member.ready and member.has_state for member, _ in members):
         return f": it saves, and waits for {counted(missing, 'more node')}"
     return ": it trains on, as a wait would end its workers; the minimum counts from the next change on"

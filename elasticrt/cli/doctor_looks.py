@@ -28,6 +28,7 @@ from elasticrt.cli import doctor_findings as findings
 from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.slurm import Slurm
+from elasticrt.errors import ElasticError
 from elasticrt.ipc.cgroups import available_bytes
 from elasticrt.ipc.proc import gpus, start_of, text_of
 from elasticrt.option_values import NODES_MAX
@@ -85,7 +86,11 @@ def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     if serve is not None:
         etcd_server.resolve_listen_address(serve, "--rdzv-endpoint")
     for endpoint in endpoints:
-        yield "etcd", _asked(endpoint, options, own=False)
+        try:
+            yield "etcd", _asked(endpoint, options, own=False)
+        except ElasticError as error:
+            # The other endpoints may answer, and agents then use these.
+            yield "etcd", Finding("fail", str(error))
     if endpoints:
         return
     with embedded.new_data_directory() as data:

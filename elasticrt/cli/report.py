@@ -158,7 +158,9 @@ def page(story: Story, now: float) -> str:
 
 def show_runs(arguments: argparse.Namespace) -> int:
     """Print a line for each run. Raises ConfigError for a missing directory, unless it is the default one."""
-    if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
+    if Path(arguments.log_dir).is_dir():
+        run_dir.check_readable("a directory of runs that cannot be read", [Path(arguments.log_dir)])
+    elif arguments.log_dir != RunOptions.log_dir:
         remedy = "Name the directory in which runs keep their logs"
         raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
     if arguments.json:

@@ -107,8 +107,14 @@ def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
     chapter = story.generations.newest
     if chapter is not None and story.waits_since is not None:
-        return "saves its state" if chapter.saves else "waits for nodes"
+        what = "nodes" if not chapter.saves else "new workers"
+        return "saves its state" if chapter.saves and _is_saving(story, chapter) else f"waits for {what}"
     return "trains" if story.standstill is None else "stands still"
+
+
+def _is_saving(story: Story, chapter: Chapter) -> bool:
+    """Whether the state with which a generation waits is in no checkpoint yet, as far as is known."""
+    return story.checkpoints.newest < chapter.step
 
 
 def trouble(story: Story, now: float) -> str:
@@ -184,7 +190,7 @@ def _state_now(story: Story, now: float) -> str:
     if chapter is not None and story.waits_since is not None:
         since = f"for {seconds(now - story.waits_since)}, after step {chapter.step:,}"
         if chapter.saves:
-            return f"saving the state {since}"
+            return f"{'saving the state' if _is_saving(story, chapter) else 'waiting for new workers'} {since}"
         return f"waiting for nodes {since}: {len(chapter.nodes)} of at least {needed} here"
     # Before the first generation, or after all nodes of the last one have ended.
     if not story.seated_lives():

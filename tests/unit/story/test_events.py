@@ -166,3 +166,17 @@ def test_only_regular_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFi
     for _ in range(2):
         assert files(tmp_path) == [tmp_path / "events-a.jsonl"]
     assert sorted(caplog.text.count(f"events-{name}.jsonl") for name in ("link", "dir", "fifo")) == [1, 1, 1]
+
+
+def test_a_file_that_another_agent_writes(tmp_path, caplog):
+    """An agent in another etcd may have the same names by mistake: its events wait until the file is free."""
+    first, second = EventLog("n1", tmp_path), EventLog("n1", tmp_path)
+    first.write(events.Committed(7, 2))
+    second.write(events.Committed(8, 2))
+    assert "another agent writes events-n1.jsonl" in caplog.text
+    assert [each.event.step for each in records(tmp_path / "events-n1.jsonl")] == [7]
+    first.close()
+    second.write(events.AgentStopped(0))
+    second.close()
+    kinds = [events.kind_of(each.event) for each in records(tmp_path / "events-n1.jsonl")]
+    assert kinds == ["committed", "committed", "unwritten", "agent_stopped"]

@@ -177,6 +177,9 @@ def test_the_save_of_a_run_that_gives_up_is_said_as_what_is_to_come() -> None:
     assert said[-1].endswith("(3 restarts used up), 2 nodes: saving the state after step 60 first")
     assert doing(story(entries)) == "saves its state"
     assert state(story(entries), 12.0).startswith("saving the state for 1.5 s, after step 60")
+    saved: list[Entry] = [*entries, (11.0, "a", events.Committed(60, 2))]
+    assert doing(story(saved)) == "waits for new workers"
+    assert state(story(saved), 12.0).startswith("waiting for new workers for 1.5 s, after step 60")
 
 
 def test_the_bounds_of_a_run_are_those_of_its_last_resize() -> None:
@@ -234,9 +237,10 @@ def test_status_shows_a_newcomer_that_sets_up() -> None:
     assert lines[-1].startswith("  c: starting, ")
 
 
-def test_what_follows_from_a_minimum_above_the_number_of_nodes() -> None:
-    """Workers that can live on stand still; others train on."""
+def test_what_follows_from_a_resize() -> None:
+    """Workers that can live on stand still; others train on. Surplus nodes stand by."""
     lives = MEMBER.model_copy(update={"ready": 1, "has_state": True})
-    assert _consequence(0, []) == ""
-    assert _consequence(2, [(lives, None)]) == ": it saves, and waits for 2 more nodes"
-    assert "trains on" in _consequence(1, [(MEMBER, None)])
+    assert _consequence(0, 0, []) == ""
+    assert _consequence(0, 1, [(lives, None)]) == ": 1 node will stand by"
+    assert _consequence(2, -2, [(lives, None)]) == ": it saves, and waits for 2 more nodes"
+    assert "trains on" in _consequence(1, -1, [(MEMBER, None)])
