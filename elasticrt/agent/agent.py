@@ -562,11 +562,11 @@ class Agent(WorkerSide):
         A handover needs etcd. Without an answer from etcd the handover waits, for `drain_timeout_s` at most.
         """
         self.last_signal = number
+        if not self._is_leaving:
+            self.drain(f"{number.name} received")
         if self._signals > 1:
             self.hurry, me = True, self.member.me
             self.member.me = replace(me, leave_reason=me.leave_reason or f"{number.name} received")
-        elif not self._is_leaving:
-            self.drain(f"{number.name} received")
 
     @property
     def _is_leaving(self) -> bool:

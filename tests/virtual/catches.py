@@ -454,7 +454,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S10",
         "of 2 nodes n0 leaves while n1 hangs",
     ),
-    "_after_waiting without: missing and context.now < until": ("S10", "of 2 nodes n0 leaves while n1 hangs"),
+    "_after_waiting without: missing and (until is None or context.now < until)": (
+        "L6",
+        "the restarts are spent, and those that live save first",
+    ),
     "_after_waiting without: too_few is not None": (
         "L6",
         "too few are left, and wait with their state for one that sets up",

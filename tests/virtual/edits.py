@@ -201,7 +201,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a node that has copies and no workers leaves at once": ((_A + "agent", "Agent.drain", "or self.supervisor.seating.memory.newest", ""),),
     "the copy that all resume from leaves before they have": ((_PLANNED, "_wanted_change", "context.generation.memory is not None", "False"),),
     "who leaves leaves its state to the one that hangs": ((_PLANNED, "_replace_without_step", "if context.draining_seats and", "if False and"),),
-    "who leaves is left out before it has saved": ((_PLANNED, "_after_waiting", "if missing and context.now < until", "if False"),),
+    "who leaves is left out before it has saved": ((_PLANNED, "_after_waiting", "if missing and (until is None", "if False and (until is None"),),
     "nobody remembers how far a handover was": ((_CONTEXT, "LeaderContext.progress", "[self.generation.reached, ", "[0, "),),
     "below min-nodes survivors that drain are left out": ((_CONTEXT, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_CONTEXT, "decide_if_too_few", "if ready >= spec.min_nodes:", "if len(startable_members(view)) >= spec.min_nodes:"),),
