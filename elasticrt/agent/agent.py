@@ -532,7 +532,10 @@ class Agent(WorkerSide):
                 # from the event log.
                 self.supervisor.progress.note_last_step()
                 self.supervisor.progress.write()
-                self.membership.leave(self.member, seat_too=True)
+                # If etcd does not answer, the key vanishes when the lease ends. The workers must not train on while the
+                # agent waits for etcd: these steps would be lost.
+                if not away:
+                    self.membership.leave(self.member, seat_too=True)
                 # A signal that the user added with --signals means something to the script, so the workers get that
                 # signal too. The usual ones become SIGTERM.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM

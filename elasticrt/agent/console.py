@@ -360,11 +360,14 @@ class Console:
             if stand is not None and stand.culprit.ranks:
                 why = f"; {stand.sentence(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
-        saved = which_steps_are_saved(reached) if (reached or behind) and not lost else ""
+        parts = []
+        # Another node may have saved steps of which this one has not heard.
+        if (reached or (behind and (saves or alone))) and not lost:
+            parts.append(which_steps_are_saved(reached))
         if behind and not lost:
             who = "etcd does not say" if saves else "the node of rank 0 says"
-            saved += f"; {who} whether step {behind:,} is saved"
-        self.say(how_to_go_on(self._settings.run_id, saved))
+            parts.append(f"{who} whether step {behind:,} is saved")
+        self.say(how_to_go_on(self._settings.run_id, "; ".join(parts)))
 
     def stopped(self, code: int) -> None:
         """Write that this agent ends with `code`, and close the event log."""

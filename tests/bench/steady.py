@@ -1,11 +1,11 @@
 """Undisturbed training: the step time of the same script under `elasticrt run` and under torchrun, in turn.
 
-    python -m tests.bench.steady [--pairs 5] [--seconds 8] [--nodes 2] [--runtime elasticrt|steps] [--pause S]
+    python -m tests.bench.steady [--pairs 5] [--seconds 8] [--nodes 2] [--pause S]
 
 A B A B ...: two nodes with one worker each train `plain_ddp.py` without saves; what agents, etcd and torchrun's store
-do besides is in it. With --runtime steps elasticrt's side trains `steps_ddp.py`, with `loop.step()`. Steps take 1.4 ms,
-and --pause longer. Prints each job's median and mean step time, and the ratios of their medians. A
-ratio says something when it differs from 1 by more than the jobs of one runtime differ among themselves.
+do besides is in it. `step_cost` measures what `loop.step()` adds. Steps take 1.4 ms, and --pause longer. Prints each
+job's median and mean step time, and the ratios of their medians. A ratio says something when it differs from 1 by more
+than the jobs of one runtime differ among themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from itertools import pairwise
 from tests.bench.marks import formed, worlds
 from tests.bench.runtimes import RUNTIMES, Job, Pace, Runtime
 
-STEPS = Runtime("steps", "elasticrt run, with loop.step()", script="steps_ddp.py", ours=True)
 START_S_MAX = 120.0
 SETTLE_S = 1.0
 """The first steps are not counted."""
@@ -59,10 +58,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--runtime", choices=("elasticrt", STEPS.name), default="elasticrt")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds more for each step (default: 0)")
     arguments = parser.parse_args()
-    ours, theirs = STEPS if arguments.runtime == STEPS.name else RUNTIMES["elasticrt"], RUNTIMES["fresh"]
+    ours, theirs = RUNTIMES["elasticrt"], RUNTIMES["fresh"]
     found: dict[str, list[Steps]] = {ours.name: [], theirs.name: []}
     for _ in range(arguments.pairs):
         for runtime in (ours, theirs):
