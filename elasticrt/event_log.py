@@ -37,6 +37,9 @@ KEPT = 1000
 """While the file takes nothing: how often writing is tried again, and how many of the newest events are kept in memory
 for it."""
 
+LOCK_AGAIN_S = 0.01
+"""How long to wait before another try to lock a file."""
+
 ROOM_BYTES = 4096
 """How much of the disk is reserved, so that last words can be written to a file that takes nothing more."""
 
@@ -58,6 +61,32 @@ def files(directory: Path) -> list[Path]:
 def _leave_out(path: Path) -> None:
     """Warn of a file, once (`cache`): views look at the same directory again and again."""
     log.warning("left out, as it is no regular file that can be read (check its permissions): %s", path)
+
+
+def writers(directory: Path) -> set[str]:
+    """The event files of a run's directory that living agents write, by name, as far as locks tell."""
+    found = set()
+    for path in files(directory):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if not _lock(file.fileno(), fcntl.LOCK_SH):
+                found.add(path.name)
+    return found
+
+
+def _lock(file: int, kind: int) -> bool:
+    """Lock an event file. Returns whether no other process has it; True where files cannot be locked."""
+    # Twice, because `writers` holds a lock for a moment.
+    for pause_s in (LOCK_AGAIN_S, 0.0):
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+        except OSError as error:
+            log.debug("event files cannot be locked here: %s", error)
+            return True
+        else:
+            return True
+    return False
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
@@ -298,14 +327,10 @@ class EventLog:
         make_directory(self._directory)
         path = self._directory / f"events-{self._node}.jsonl"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
+        if not _lock(file, fcntl.LOCK_EX):
             # The agent before this one may still be ending, and one in another etcd may have these names by mistake.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
             os.close(file)
-            raise OSError(errno.EBUSY, f"another agent writes {path.name}") from None
-        except OSError as error:
-            log.debug("event files cannot be locked here: %s", error)
+            raise OSError(errno.EBUSY, f"another agent writes {path.name}")
         self._file = file
         size = os.fstat(self._file).st_size
         # A killed agent may have left half a line.

@@ -15,8 +15,10 @@ from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
-from elasticrt.errors import StoreError
-from elasticrt.event_log import newest_result
+from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.event_log import newest_result, writers
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
+from elasticrt.ipc.wording import listed
 from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.settings import Settings
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # How long `close` waits for the thread of the store proxy, and for that of the lease.
 CLOSE_S = 2.0
+# How long an agent waits for agents of an earlier start of the run to end.
+ENDING_S = 10.0
 
 
 class Membership:
@@ -65,11 +69,12 @@ class Membership:
         self._told_to_leave = told_to_leave
         self.open_store: OpenStore = edges.open_store(settings, told_to_leave)
 
-    def open(self, member: Member) -> Result | None:
+    def open(self, member: Member, *, again: bool = False) -> Result | None:
         """Let the `member` join the run. Returns the run's result if it has succeeded before, else None.
 
-        Raises DuplicateError, StoreError.
+        `again`: whether the member was in the run before, in a store that was lost. Raises DuplicateError, StoreError.
         """
+        living = set() if again else writers(self._settings.run_dir)
         settings, edges, store, put = self._settings, self._edges, self.open_store.store, self._queue.put
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
@@ -88,6 +93,8 @@ class Membership:
             not (member.me.started_generation or member.view.generation_number or options.again)
             and len(member.view.members) == 1
         )
+        if new:
+            self._check_elsewhere(member, living)
         ended = self.how_it_ended(member) if new else None
         if ended is not None and ended.status == "succeeded":
             self.leave(member)
@@ -97,6 +104,22 @@ class Membership:
         seen = max(record.seen, newest_generation(settings.run_dir))
         member.me = replace(member.me, record=record.model_copy(update={"seen": seen}))
         return None
+
+    def _check_elsewhere(self, member: Member, living: set[str]) -> None:
+        """Refuse a run that is new to this store, and whose agents, those `living`, are in another one.
+
+        Agents that were in this store may still be ending, so they get some time. Raises DuplicateError.
+        """
+        clock, directory = self._edges.clock, self._settings.run_dir
+        until = clock.monotonic() + ENDING_S
+        while living and clock.monotonic() < until and not self._told_to_leave():
+            clock.sleep(LOOK_AGAIN_S)
+            living = living & writers(directory)
+        if living:
+            self.leave(member)
+            got = f"living agents write {listed(sorted(living))}"
+            remedy = "Give this agent the same --etcd as the others, or another --run-id"
+            raise DuplicateError(explain("the run is alive in another etcd", str(directory), got=got, remedy=remedy))
 
     def how_it_ended(self, member: Member) -> Result | None:
         """The run's result as its event logs tell it; None without one, and with an external etcd.
@@ -116,7 +139,7 @@ class Membership:
         self.close()
         self.open_store = self._edges.open_store(self._settings, self._told_to_leave)
         member.begin_life_in_new_store()
-        self.open(member)
+        self.open(member, again=True)
 
     def leave(self, member: Member, *, seat_too: bool = False) -> None:
         """Delete the key of `member`. With `seat_too` also give its seat up, so that others need not probe for it.

@@ -174,6 +174,22 @@ def test_a_live_agents_name_is_refused(tmp_path: Path, etcd: EtcdServer) -> None
         assert first.process.wait(30) == 0
 
 
+def test_an_agent_that_meets_in_another_etcd_is_refused(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A10: --etcd was left out on one node: it says so, and what is told of the run stays true."""
+    with Run(tmp_path, "--nnodes", "1:2") as run:
+        first = run.start("n0", "--etcd", str(etcd.address))
+        run.wait_for_training(1, 1)
+        for name in ("n1", "n0"):
+            other = run.start(name)
+            assert other.process.wait(60) == 7, other.text()
+            assert "the run is alive in another etcd" in other.text()
+            assert "Traceback" not in other.text()
+        run.finish()
+        assert first.process.wait(30) == 0
+        assert {each["node"] for each in run.events("agent_started")} == {"n0"}
+        assert [each["status"] for each in run.events("result")] == ["succeeded"]
+
+
 def test_a_dead_agents_name_is_taken_over_at_once(tmp_path: Path, etcd: EtcdServer) -> None:
     """A09: the same node again within its old lease; the dead life's key is replaced, not waited for."""
     with Run(tmp_path, "--nnodes", "1", "--lease-ttl", "60", "--etcd", str(etcd.address)) as run:
