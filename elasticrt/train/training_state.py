@@ -6,6 +6,7 @@ The same state goes into checkpoints, into copies in memory, and to newcomers an
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from elasticrt.errors import CheckpointError, MisfitError
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
+
+_log = logging.getLogger(__name__)
 
 # The parts that each saved state of a Loop has besides the script's objects.
 _OUR_KEYS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "begun_by", "applied", "traits"}
@@ -121,6 +124,7 @@ class TrainingState:
         self.applied = AppliedCode()
         self.accumulates = False
         self._shown_directory = shown_directory
+        self._shapes = stateful.shapes(self.objects)
 
     def samples(self) -> int:
         """How many samples the run has trained, over all epochs; 0 without a sampler."""
@@ -149,6 +153,7 @@ class TrainingState:
 
         The result is not copied: its tensors are those of the objects. `more` is added to elasticrt's own part.
         """
+        self._warn_of_other_shapes()
         traits = self.traits
         ours = {
             "position": self.position._asdict(),
@@ -165,6 +170,17 @@ class TrainingState:
             **more,
         }
         return {**stateful.collect(self.objects), stateful.LOOP_KEY: ours}
+
+    def _warn_of_other_shapes(self) -> None:
+        """Warn of objects that do not have the shape any more with which a new process makes them. Once for each."""
+        now = stateful.shapes(self.objects)
+        changed = sorted(name for name, each in now.items() if each != self._shapes[name])
+        self._shapes = now
+        if changed and self.rng.rank == 0:
+            what = "%s got another shape in the training (pruning, a parametrization, add_param_group): newcomers and "
+            what += "restarted workers, which make them as before, cannot load the state. Give them their final shape "
+            what += "before Loop"
+            _log.warning(what, " and ".join(map(repr, changed)))
 
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from `data`, a result of `collect` that was saved. Raises CheckpointError when it does not fit."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
@@ -412,6 +413,21 @@ def test_distributed_sampler_in_a_loop(tmp_path):
         return [i for _ in loop.epochs(1, max_steps=max_steps) for (x,) in loop.batches(loader) for i in x.tolist()]
 
     assert sorted(start(2) + start(3) + start(None)) == list(range(11))
+
+
+def test_objects_that_change_their_shape(tmp_path, caplog):
+    """No process that makes them as before could load such a state: it is said once, when it is saved."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loop = Loop(tmp_path, every="1 steps", model=model, optimizer=optimizer)
+    for step in loop.steps(4):
+        with loop.step():
+            if step == 1:
+                prune.l1_unstructured(model, "weight", amount=0.5)
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert caplog.text.count("'model' and 'optimizer' got another shape in the training") == 1
 
 
 class Stream(IterableDataset):
