@@ -115,7 +115,7 @@ class Membership:
         while living and clock.monotonic() < until and not self._told_to_leave():
             clock.sleep(LOOK_AGAIN_S)
             living = living & writers(directory)
-        if living:
+        if living and not self._told_to_leave():
             self.leave(member)
             got = f"living agents write {listed(sorted(living))}"
             remedy = "Give this agent the same --etcd as the others, or another --run-id"
