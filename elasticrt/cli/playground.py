@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli import run
 from elasticrt.cli.configure import configure as configure_run
@@ -17,8 +17,10 @@ from elasticrt.cli.options import add_command, read
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
-from elasticrt.playground.local_cluster import Screen, Simulation, play
 from elasticrt.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from elasticrt.playground.local_cluster import Simulation
 
 # All of them are real processes of one machine, each with its workers.
 NODES_MAX = 256
@@ -60,11 +62,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Play the run. Returns 0 only if the run succeeded. Raises ConfigError before anything starts."""
+    # Imported late: every command makes the parser.
+    from elasticrt.playground.local_cluster import Screen, play
+
     return play(configure(arguments, os.environ), Screen(sys.stdout, os.environ))
 
 
 def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulation:
     """What to play, checked as `elasticrt run` would check it. Raises ConfigError."""
+    from elasticrt.playground.local_cluster import Simulation
+
     for name in ("node", "node_rank", "standalone"):
         # Only options are refused. A variable such as ELASTICRT_NODE does no harm: each agent's command line overrules
         # it.

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elasticrt.agent.file_limits import allow_files
 from elasticrt.cli.configure import ORDER, configure
 from elasticrt.cli.options import (
     add_command,
@@ -113,8 +112,10 @@ def main(arguments: argparse.Namespace) -> int:
         alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]),
         shared_options=words_given(arguments, os.environ, without=OWN),
     )
+    # Imported late: pydantic and gRPC take longer than all checks.
+    from elasticrt.agent.file_limits import allow_files
+
     allow_files(settings.workers, spec.max_nodes)
-    # Imported late: it loads gRPC and pydantic, which takes longer than all checks.
     from elasticrt.agent.agent import Agent
 
     # After the checks, whose errors may wait for a reader: from here on a reader must not delay the training.
