@@ -555,7 +555,7 @@ def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
     before, reached = context.generation.restarts, context.progress
     progress = context.spec.restarts_reset and context.has_progressed
     has_state = any_has_state(context.view, startable_members(context.view))
-    in_first_step = context.generation.in_place and not (reached.step or reached.beats)
+    in_first_step = context.generation.in_place and not (reached.step or reached.beats or before.beats)
     free = failure.killed if has_state else failure.collateral and in_first_step
     return Restarts(
         spent=(0 if progress else before.spent) + (not free),

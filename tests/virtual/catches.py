@@ -81,7 +81,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a worker that was killed costs a restart": ("L1", "more workers are killed within a step than there are restarts"),
     "a worker that was killed costs none, whoever has the state": (
         "S13",
-        "all workers of the node that leads are killed",
+        "the last worker of the node that leads is killed before it gets its seat, and then all others",
     ),
     "what follows from a failure costs no restart": ("S13", "the leader is silent"),
     "a lost connection knows of no steps": (
