@@ -60,9 +60,9 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each.state_dict() for name, each in objects.items()}
 
 
-def shapes(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """By name what a state must fit: of modules the names in it, of optimizers the number of groups."""
-    modules = {name: set(each.state_dict()) for name, each in objects.items() if isinstance(each, torch.nn.Module)}
+def shapes(objects: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """By name what a state must fit: of modules the names in their `states`, of optimizers the number of groups."""
+    modules = {name: set(states[name]) for name, each in objects.items() if isinstance(each, torch.nn.Module)}
     optimizers = ((name, each) for name, each in objects.items() if isinstance(each, torch.optim.Optimizer))
     return {**modules, **{name: len(each.param_groups) for name, each in optimizers}}
 

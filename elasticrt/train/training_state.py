@@ -124,7 +124,8 @@ class TrainingState:
         self.applied = AppliedCode()
         self.accumulates = False
         self._shown_directory = shown_directory
-        self._shapes = stateful.shapes(self.objects)
+        modules = {name: each for name, each in self.objects.items() if isinstance(each, torch.nn.Module)}
+        self._shapes = stateful.shapes(self.objects, stateful.collect(modules))
 
     def samples(self) -> int:
         """How many samples the run has trained, over all epochs; 0 without a sampler."""
@@ -153,8 +154,8 @@ class TrainingState:
 
         The result is not copied: its tensors are those of the objects. `more` is added to elasticrt's own part.
         """
-        self._warn_of_other_shapes()
-        traits = self.traits
+        states, traits = stateful.collect(self.objects), self.traits
+        self._warn_of_other_shapes(states)
         ours = {
             "position": self.position._asdict(),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
@@ -169,11 +170,15 @@ class TrainingState:
             "traits": [traits.communicates_late, sorted(traits.early_parameters), sorted(traits.early_objects)],
             **more,
         }
-        return {**stateful.collect(self.objects), stateful.LOOP_KEY: ours}
+        return {**states, stateful.LOOP_KEY: ours}
 
-    def _warn_of_other_shapes(self) -> None:
-        """Warn of objects that do not have the shape any more with which a new process makes them. Once for each."""
-        now = stateful.shapes(self.objects)
+    def _warn_of_other_shapes(self, states: dict[str, Any]) -> None:
+        """Warn of objects that do not have the shape any more with which a new process makes them. Once for each.
+
+        Args:
+            states: the present states of the objects, by name.
+        """
+        now = stateful.shapes(self.objects, states)
         changed = sorted(name for name, each in now.items() if each != self._shapes[name])
         self._shapes = now
         if changed and self.rng.rank == 0:
