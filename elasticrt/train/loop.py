@@ -195,7 +195,7 @@ class Loop:
                 if self._state.sampler is not None:
                     self._state.sampler.set_epoch(self._state.position.epoch)
                 entered = self._state.position.epoch
-                self._leave_batches(known=True)
+                self._undo.leave_batches(known=True)
                 self._enter_head()
                 try:
                     yield entered
@@ -206,7 +206,7 @@ class Loop:
                         # A newcomer that has followed the others to their end: no step comes where it would catch up.
                         if not self._tracker.was_undone:
                             self._undo.discard_changes()
-                        # Given again with more epochs or steps, the training goes on with the batches that are left.
+                        # Started again, the training goes on with the batches that are left.
                         self._state.position = self._state.position._replace(left=False)
                         # An exception that is raised while Python closes the generator does not reach the script.
                         with suppress(Handover):
@@ -267,7 +267,7 @@ class Loop:
         self._reporter.end()
         validation.check_not_awaited(is_awaited=bool(self._world.evaluations.awaited), step=self._state.position.steps)
         # Once more in each generation that begins meanwhile.
-        while not self._world.save_last_together(self._saving.save_last):
+        while not self._world.save_last_together(lambda: self._saving.save_last(self._undo.state_before_break())):
             pass
 
     def _enter(self) -> None:
@@ -411,7 +411,7 @@ class Loop:
         tracker.was_undone = False
         self._page.stepping = 0
         if self._undo.state_outside_batches is None:
-            self._leave_batches(known=True)
+            self._undo.leave_batches(known=True)
 
     def _give_batch(self, share: BatchSlice) -> None:
         """Note that the script gets a batch, whose part of the global batch is `share`."""
@@ -443,19 +443,9 @@ class Loop:
             self._state.position = self._state.position._replace(left=True)
             self._tracker.has_left = True
             self._world.evaluations.pass_boundary()
-        self._leave_batches(known=on_purpose)
+        self._undo.leave_batches(known=on_purpose)
         if generator_exit.by_an_iterator(caller):
             self._tracker.stage = "cut short"
-
-    def _leave_batches(self, *, known: bool) -> None:
-        """Note that the script goes on outside of the batches.
-
-        Args:
-            known: whether a restart at this position begins with the code that follows now.
-        """
-        # A process that cannot go on in place hands its state over at boundaries only, and needs no note.
-        if self._world.in_place.possible:
-            self._undo.leave_batches(known=known)
 
     def steps(self, total: int) -> Iterator[int]:
         """Iterate over the steps that are still to do, for a script that draws its data itself.
@@ -657,7 +647,7 @@ class Loop:
         # of an average until the block ends.
         among = not repeated and self._is_between_steps
         if among:
-            self._leave_batches(known=True)
+            self._undo.leave_batches(known=True)
         try:
             with self._pausing():
                 yield

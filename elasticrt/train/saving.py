@@ -133,7 +133,15 @@ class Saving:
         else:
             then()
 
-    def take(self, *, save: bool, copy: bool, patient: bool = False, then: Callable[[], object] = bool) -> None:
+    def take(
+        self,
+        *,
+        save: bool,
+        copy: bool,
+        patient: bool = False,
+        then: Callable[[], object] = bool,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Copy the state as it is now. Another thread writes the copy.
 
         Args:
@@ -141,9 +149,10 @@ class Saving:
             copy: whether to give the copy to the agent, to be kept in memory.
             patient: whether to wait while etcd does not answer, see `Checkpointer.to_disk`.
             then: called when all is done, perhaps by another thread.
+            state: another state of the present position than the present one.
         """
         since_ns = time.monotonic_ns()
-        position, state, uses = self._state.position, self._state.collect(), []
+        position, state, uses = self._state.position, state or self._state.collect(), []
         if copy:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
         if save:
@@ -157,8 +166,11 @@ class Saving:
             then()
         self._page.save_ns += time.monotonic_ns() - since_ns
 
-    def save_last(self) -> None:
+    def save_last(self, state: Mapping[str, Any] | None = None) -> None:
         """Save what is not saved yet, because the loop ends, and wait for that.
+
+        Args:
+            state: the state to save; None: the present one.
 
         Raises what `Checkpointer.wait` raises.
         """
@@ -167,7 +179,7 @@ class Saving:
             # Only after the save in flight it is known whether that one has failed.
             self._wait()
             if self._is_due_now or self._state.position != self._saved or self.checkpointer.missed:
-                self.take(save=True, copy=False, patient=True)
+                self.take(save=True, copy=False, patient=True, state=state)
             self._wait()
 
     def _wait(self) -> None:

@@ -319,6 +319,17 @@ class Undo:
         """
         return self._training.collect() if self.state_outside_batches is None else self.state_outside_batches.state
 
+    def state_before_break(self) -> dict[str, Any] | None:
+        """The state to save after the script has left its epochs by `break`; None for the present one.
+
+        A restart enters the epoch again. What the script has done there before or after the batches is done again, so
+        it must not be in the state. A restart goes on with the batches that are left.
+        """
+        noted = None if self.state_outside_batches is None else self.state_outside_batches.state
+        if noted is not None:
+            noted[stateful.LOOP_KEY]["position"]["left"] = False
+        return noted
+
     def note_for_discard(self, *, whole: bool) -> None:
         """Note what the script may change until the next try of the step begins, or until it meets the other ranks.
 

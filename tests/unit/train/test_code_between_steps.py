@@ -234,3 +234,35 @@ def test_a_break_that_leaves_batches_over_is_remembered(tmp_path: Path, *, again
                         raise StopError
     assert trained[0] == [(0, 0), (0, 0)]
     assert trained[1] == [(0, 1)] * 2 * again + [(1, 0)] * 2 + [(1, 1)] * 2 * again
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("place", ["at the head", "after the batches", "after batches that are left over"])
+def test_what_comes_before_a_break_counts_once(tmp_path: Path, place: str) -> None:
+    """L5: code that a start after a `break` runs again is not in the state that was saved."""
+    counted = []
+    for name, stops in (("whole", [False]), ("two starts", [True, False])):
+        random.seed(1)
+        for leaves in stops:
+            torch.manual_seed(0)
+            run = Run(tmp_path / name)
+            for epoch in run.loop.epochs(3):
+                leaves_here = leaves and epoch == 1
+                run.loop.vars["heads"] += 1
+                run.scheduler.step()
+                if leaves_here and place == "at the head":
+                    break
+                for (x,) in run.loop.batches(DataLoader(DATA, batch_sampler=run.sampler)):
+                    with run.loop.step():
+                        run.model(x).square().mean().backward()
+                        run.optimizer.step()
+                        run.optimizer.zero_grad()
+                    if leaves_here and place == "after batches that are left over" and run.loop.steps_done == 6:
+                        break
+                run.loop.vars.setdefault("ends", []).append(random.random())
+                run.scheduler.step()
+                if leaves_here:
+                    break
+        learned = run.optimizer.param_groups[0]["lr"], run.model.weight.item()
+        counted.append((run.loop.steps_done, run.loop.vars, run.scheduler.last_epoch, *learned))
+    assert counted[0] == counted[1]

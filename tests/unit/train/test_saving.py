@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ def _saving(directory: Path, steps: int) -> tuple[Saving, list[int]]:
     made.begin()
     saved, take = [], made.take
 
-    def noting(*, save: bool, copy: bool, patient: bool = False) -> None:
+    def noting(*, save: bool, copy: bool, patient: bool = False, **more: Any) -> None:
         saved.append(state.position.steps)
-        take(save=save, copy=copy, patient=patient)
+        take(save=save, copy=copy, patient=patient, **more)
 
     made.take = noting  # type: ignore[method-assign,assignment]
     return made, saved
