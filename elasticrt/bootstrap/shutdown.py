@@ -30,7 +30,7 @@ from elasticrt.ipc.failure import is_collateral
 from elasticrt.ipc.proc import ports_of, sockets_of
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
-_IN_FORM = re.compile(r"[^()]+ \([^()]+\)")
+_IN_FORM = re.compile(r"[^()]+ \((?:[^()]|\([^()]*\))+\)")
 """How our own messages begin: see `errors.explain`."""
 
 FAILED_S = 3.0

@@ -52,8 +52,8 @@ class Change:
     Attributes:
         generation: the number of the new generation; 0 without an agent.
         world_size: the number of processes in the new generation.
-        world_size_before: the number of processes before the change. After a restart: in the world that saved the
-            state. 0 if there was no world before.
+        world_size_before: the number of processes in the world that the state comes from: before the change, on a
+            newcomer too; after a restart in the world that saved the state. 0 if there was no world before.
         cause: why the membership has changed, in words such as `node-2 lost`; "" without an agent.
         pause_s: seconds since the last step of this process; after a restart, since the last step of the workers of
             this node. None if there was no step.
@@ -401,6 +401,8 @@ class World:
             self._rng_before_evaluations = taken[stateful.LOOP_KEY]["rng_before"]
             self.evaluations.forget()
             self._saving.run.total = taken[stateful.LOOP_KEY]["total"]
+            # What the script has scaled by the world size belongs to the state.
+            self._size_before = taken[stateful.LOOP_KEY]["size_before"]
         state.is_valid = True
         self._undo.optimizer_has_begun = self._undo.has_stepped = False
         self.seat_changes += 1
@@ -431,7 +433,8 @@ class World:
             rng_state.restore(noted)
             rng_before = rng_state.capture()
             rng_state.restore(now)
-        return state.collect(alike=state.rng.alike, total=total, rng_before=rng_before, **settings)
+        size = self._size_before
+        return state.collect(alike=state.rng.alike, total=total, rng_before=rng_before, size_before=size, **settings)
 
     def _invalidate_state(self) -> None:
         """Note that the state is that of no step. Only another rank's state can help."""

@@ -299,6 +299,7 @@ def test_a_wrong_call_is_not_a_traceback_of_ours(warm, tmp_path, given):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        ("elasticrt.Loop('other', sampelr=3)", "TypeError: not stateful (Loop(sampelr=)): got int"),
         ("loop.epochs('3')", "TypeError: total is not a whole number (epochs): got '3'"),
         ("loop.pause('x').__enter__()", "ConfigError: the Loop is not running (pause)"),
         ("elasticrt.init().sum(torch.ones(3))", "TypeError: not a number (sum)"),

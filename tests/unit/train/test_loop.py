@@ -345,6 +345,15 @@ def test_a_seed_is_a_whole_number(tmp_path):
             Loop(tmp_path, seed=seed)
 
 
+def test_a_variable_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path):
+    """Not some steps later, when the first checkpoint is due."""
+    run = Run(tmp_path)
+    run.loop.vars["best"] = {"so far": object()}
+    with pytest.raises(ConfigError, match=r"can't be saved \(loop.vars\['best'\]\['so far'\]\): got builtins.object"):
+        run.to_the_end(1)
+    assert not run.ids
+
+
 def test_vars_scheduler_and_random_numbers_come_back(tmp_path):
     """The user's variables in place, the scheduler, and all generators exactly as they were (S6)."""
 
