@@ -40,7 +40,7 @@ class EtcdOptions:
     etcd: tuple[Address, ...] = _etcd(
         "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
         "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
-        "after the last agent, or when a run has its result",
+        "after the last agent, or 5 s after the result of a run",
         parse_endpoints, own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)

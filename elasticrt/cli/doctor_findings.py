@@ -127,7 +127,8 @@ def address(own: str, why: str, interface: str, told: str | None, interfaces: Ma
 def loopback(error: str) -> Finding:
     """Judge whether 127.0.0.1 can be used; `error` says why not."""
     more = f" cannot be used ({error}): processes of one node talk over it"
-    return _judged("127.0.0.1", (error, "fail", more, "Bring it up: ip link set lo up"))
+    remedy = "Bring it up: ip link set lo up; without an address: ip addr add 127.0.0.1/8 dev lo"
+    return _judged("127.0.0.1", (error, "fail", more, remedy))
 
 
 def names(host: str, addresses: Collection[str], back: str, error: str, seconds: float) -> Finding:
