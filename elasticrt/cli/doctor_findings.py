@@ -160,7 +160,7 @@ def ports(first: int, last: int, used: int) -> Finding:
 
 def clock(synchronised: bool | None) -> Finding:
     """Judge the wall clock. None: the kernel does not say whether it is synchronised."""
-    remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
+    remedy = "Start chrony or systemd-timesyncd: certificates, and the order of events in reports, depend on it"
     said = {True: "synchronised", False: "not synchronised", None: "the kernel does not say whether it is synchronised"}
     return _judged(said[synchronised], (synchronised is False, "warn", "", remedy))
 

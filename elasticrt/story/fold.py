@@ -31,13 +31,10 @@ class Story:
     `fold` takes the events of all its agents, best in the order of `clocks.when`. The parts are what the events so far
     say; views only read them. What an event says to one part alone is in the `fold` of that part; what it says to
     several is in `_fold_together`.
-
-    Args:
-        clocks: computes when events happened. None: the machines' wall clocks are taken to agree.
     """
 
-    def __init__(self, clocks: Clocks | None = None) -> None:
-        self.clocks = clocks or Clocks({})
+    def __init__(self) -> None:
+        self.clocks = Clocks()
         self.run = Run()
         self.generations = Generations()
         self.lives = Lives(self.generations.courses)
@@ -165,7 +162,6 @@ class Story:
     def fold(self, record: events.Record) -> float:
         """Fold `record` into the story. Returns when it happened."""
         at, event = self.clocks.when(record), record.event
-        self.clocks.fold(record)
         self.begin, self.last = min(self.begin or at, at), max(self.last, at)
         life = self.lives.author(record, at)
         # The run is run `--again` after a success.

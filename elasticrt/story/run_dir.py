@@ -5,16 +5,14 @@ from __future__ import annotations
 import heapq
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, lines, records
 from elasticrt.events import VERSION, AgentStopped, Record, Result
 from elasticrt.ipc.proc import machine, stat
-from elasticrt.story.clocks import Clocks
 from elasticrt.story.fold import Story
 from elasticrt.story.lives import AgentLife
 
@@ -91,19 +89,15 @@ def says_nothing(directory: Path) -> ConfigError:
 def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
     """Follow a run's directory. Yields the story, the lines of new events by time, and whether this is the last look.
 
-    If wall clocks turn out to disagree, a new story is folded from all events, with corrected times.
-
     Args:
         directory: the run's directory.
         over: whether the run is over, by its story.
     """
-    fold, first, last = _DirectoryFold(directory), True, False
+    fold, last = _DirectoryFold(directory), False
     while not last:
-        news, again = list(fold.fold_new()), list(fold.fold_anew())
+        news = list(fold.fold_new())
         last = over(fold.story)
-        # Corrected times can change the order of lines. At the first look nobody has seen the lines yet.
-        yield fold.story, again if first and again else news, last
-        first = False
+        yield fold.story, news, last
         if not last:
             time.sleep(LOOK_EVERY_S)
 
@@ -117,7 +111,6 @@ class _DirectoryFold:
         self._offsets: dict[Path, int] = {}
         # Nodes of this machine whose agents were killed, as the newest look found.
         self._dead: list[str] = []
-        self._counts: Counter[Path] = Counter()  # How many events of each file are in the story.
 
     def fold_new(self) -> Iterator[str]:
         """Fold new events into the story, and yield their lines by time."""
@@ -129,30 +122,14 @@ class _DirectoryFold:
             yield from self._fold_new()
         self._note_ends()
 
-    def fold_anew(self) -> Iterator[str]:
-        """If wall clocks turn out to disagree, fold all events so far anew, and yield their lines by time."""
-        behind = self.story.clocks.disagree()
-        if behind is not None:
-            self.story = Story(Clocks(behind))
-            # Only the events that were told before. Newer ones come with the next `news`.
-            yield from self._merged(lambda path: islice(lines(path, {}, whole=True), self._counts[path]))
-            self._note_ends()
-
     def _fold_new(self) -> Iterator[str]:
-        def new(path: Path) -> Iterator[tuple[str, Record]]:
-            for each in lines(path, self._offsets, whole=True):
-                self._counts[path] += 1
-                yield each
-
-        return self._merged(new)
-
-    def _merged(self, found: Callable[[Path], Iterator[tuple[str, Record]]]) -> Iterator[str]:
-        def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
-            return ((self.story.clocks.when(record), line, record) for line, record in found(path))
-
-        for _, line, record in heapq.merge(*map(timed, files(self._directory)), key=lambda each: each[0]):
+        for _, line, record in heapq.merge(*map(self._timed, files(self._directory)), key=lambda each: each[0]):
             self.story.fold(record)
             yield line
+
+    def _timed(self, path: Path) -> Iterator[tuple[float, str, Record]]:
+        found = lines(path, self._offsets, whole=True)
+        return ((self.story.clocks.when(record), line, record) for line, record in found)
 
     def _note_ends(self) -> None:
         self.story.run.note_id(self._directory.name)
