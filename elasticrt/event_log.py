@@ -21,7 +21,6 @@ from pathlib import Path
 
 from elasticrt import events
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.reserved_space import release_space, reserve_space
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +31,11 @@ OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000
 """The file gets an event of a frequent kind once in a thousandth of the log's age: about 10,000 lines in a week."""
 
-RETRY_S = 1.0
 KEPT = 1000
-"""While the file takes nothing: how often writing is tried again, and how many of the newest events are kept in memory
-for it."""
+"""How many of the newest lines are kept in memory while the file takes nothing."""
 
 LOCK_AGAIN_S = 0.01
 """How long to wait before another try to lock a file."""
-
-ROOM_BYTES = 4096
-"""How much of the disk is reserved, so that last words can be written to a file that takes nothing more."""
-
-LAST_WORDS = (events.Generation, events.Committed, events.Result, events.AgentStopped)
-"""If the file takes nothing until the agent ends, the last words are the newest event of each of these kinds."""
 
 
 def files(directory: Path) -> list[Path]:
@@ -183,9 +174,8 @@ class Sparse:
 class EventLog:
     """Writes events, from any thread. If the directory is deleted, there is one warning.
 
-    While the file cannot be written to, because the disk is full for instance, writing is tried again about every
-    second. Then the file gets the events that were kept for it, and a line with the length of the gap: see
-    `events.Unwritten`.
+    While the file cannot be written to, because the disk is full for instance, the newest lines are kept, and each
+    event tries again to write them.
 
     Args:
         node: the node's name.
@@ -201,13 +191,8 @@ class EventLog:
         self._file = -1
         # Whether the file ends within a line. What follows must then begin with a line's end.
         self._torn = False
-        # When the file stopped taking lines (monotonic); None while it takes them.
-        self._since: float | None = None
-        self._reason = ""  # Why it takes none.
-        self._tried_at = 0.0
-        # Lines that wait until the file takes them, with the kind of event that came with them.
-        self._waiting: deque[tuple[type[events.Event], bytes]] = deque()
-        self._dropped = 0  # How many lines the file lacks because too many waited.
+        self._fails = False  # Whether the file takes no lines.
+        self._waiting: deque[bytes] = deque(maxlen=KEPT)  # Lines that the file does not have yet.
         self._listeners: list[Callable[[events.Record], object]] = []
         self._sparse = Sparse()
 
@@ -234,13 +219,7 @@ class EventLog:
         with self._lock:
             if self._directory is None or self._file < 0:
                 return
-            if rest := self._sparse.rest():
-                self._waiting.append((events.Progress, rest))
-            self._flush(time.monotonic())
-            with contextlib.suppress(OSError):
-                if self._since is not None:
-                    self._last_words()
-                release_space(self._file)
+            self._flush(self._sparse.rest())
             self._end()
 
     def _tell(self, record: events.Record) -> None:
@@ -260,56 +239,25 @@ class EventLog:
             log.warning("no further events are written: %s was deleted", self._directory)
             self._end()
             return
-        # There may be no later event, so do not wait for the next try.
-        ends = isinstance(event, (events.Result, events.AgentStopped))
-        if self._since is not None and (ends or at - self._tried_at >= RETRY_S):
-            self._flush(at, resumes=True)
         if lines := self._sparse.due(type(event), line, at):
-            self._waiting.append((type(event), lines))
-            if len(self._waiting) > KEPT:
-                self._dropped += _count(self._waiting.popleft()[1])
-            if self._since is None:
-                self._flush(at)
+            self._flush(lines)
 
-    def _flush(self, at: float, *, resumes: bool = False) -> None:
-        """Write the lines that wait. With `resumes`, try after a failure, and end the gap if the file takes them."""
+    def _flush(self, lines: bytes) -> None:
+        """Write the lines that wait and `lines`, or keep them until the next try."""
+        self._waiting.append(lines)
         try:
             self._open()
-            while self._waiting and (resumes or self._since is None):
-                _, lines = self._waiting[0]
-                # The room for last words is reserved before each line, because later the disk may have none.
-                reserve_space(self._file, len(lines) + ROOM_BYTES)
-                self._append(lines)
+            while self._waiting:
+                self._append(self._waiting[0])
                 self._waiting.popleft()
-            if resumes and self._since is not None:
-                self._append(self._unwritten(self._dropped, over=True))
-                log.warning("events are written again, after %.0f s", at - self._since)
-                self._since, self._dropped = None, 0
         except OSError as error:
-            self._tried_at = at
-            if self._since is None:
-                self._since, self._reason = at, error.strerror or str(error)
-                # The room reserved for last words may take this line.
+            if not self._fails:
                 log.warning("events are kept in memory, as %s cannot be written: %s", self._directory, error.strerror)
-                with contextlib.suppress(OSError):
-                    self._append(self._unwritten(0))
-
-    def _unwritten(self, missing: int, *, over: bool = False) -> bytes:
-        """The line that says for how long the file has taken nothing."""
-        at, now = time.monotonic(), datetime.now(timezone.utc)
-        for_s = round(at - (self._since or at), 3)
-        return events.encode(events.Unwritten(for_s, self._reason, missing, over), self._node, at, now) + b"\n"
-
-    def _last_words(self) -> None:
-        """The file takes nothing, and the agent ends: use the room that was reserved. Raises OSError."""
-        newest = {kind: lines for kind, lines in self._waiting if kind in LAST_WORDS}
-        words, missing = b"", self._dropped + sum(_count(lines) for _, lines in self._waiting)
-        # The newest lines get the room first.
-        for lines in [lines for _, lines in reversed(self._waiting) if lines in newest.values()]:
-            if len(words) + len(lines) <= ROOM_BYTES // 2:
-                words, missing = lines + words, missing - _count(lines)
-        self._append(self._unwritten(missing))
-        self._append(words)
+            self._fails = True
+        else:
+            if self._fails:
+                log.warning("events are written again")
+            self._fails = False
 
     def _append(self, lines: bytes) -> None:
         """Append `lines` to the file. Raises OSError."""
@@ -354,7 +302,3 @@ class EventLog:
             log.warning("no further events are written: %s", error.strerror)
             return -1
         return fd
-
-
-def _count(lines: bytes) -> int:
-    return lines.count(b"\n")

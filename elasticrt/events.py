@@ -311,19 +311,6 @@ class EtcdAway(Event):
 
 
 @dataclass(frozen=True)
-class Unwritten(Event):
-    """Events cannot be written to this file, because the disk is full for example; or they can be written again.
-
-    Written to the file alone. Events of that time that were kept in memory come before the one with `over`.
-    """
-
-    for_s: float  # For how many seconds nothing could be written until now; 0: from now on.
-    reason: str  # The error.
-    missing: int = 0  # How many events of that time are not in the file. Live views have got all.
-    over: bool = False  # Whether events are written again.
-
-
-@dataclass(frozen=True)
 class Failure(Event):
     """The report of a run that has failed."""
 

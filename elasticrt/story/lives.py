@@ -13,19 +13,6 @@ from elasticrt.story.generations import Chapter
 
 
 @dataclass
-class Gap:
-    """A time in which a node's events could not be written to its file."""
-
-    node: str
-    begin: float
-    reason: str  # The error of the file system.
-    # When the file took events again; None: it has not yet.
-    end: float | None = None
-    # How many events of this time are in no file.
-    missing: int = 0
-
-
-@dataclass
 class AgentLife:
     """One agent, from its start to its end."""
 
@@ -45,7 +32,6 @@ class AgentLife:
     result_at: float = math.inf  # When the agent told the run's result.
     # Since when etcd has not answered the agent; None while it answers.
     away_since: float | None = None
-    gap: Gap | None = None  # The present gap in its event file; None while events are written.
 
 
 class Lives:
@@ -57,8 +43,6 @@ class Lives:
 
     def __init__(self, courses: Mapping[int, GenerationCourse]) -> None:
         self.all: list[AgentLife] = []  # The agents, in the order of their starts.
-        # The times in which a node's events could not be written, unless all were written later.
-        self.gaps: list[Gap] = []
         # From when until when no agent ran, between two generations, and how the agents of the first had ended, in
         # words.
         self.breaks: list[tuple[float, float, str]] = []
@@ -98,10 +82,6 @@ class Lives:
         """How many nodes of `chapter` have kept their agents of the generation `before`."""
         lives = [self._newest.get(node) for node in {*before.nodes}.intersection(chapter.nodes)]
         return sum(life is None or life.begin <= before.begin for life in lives)
-
-    def open_gaps(self) -> list[Gap]:
-        """The present gaps of nodes that have not told their end: what these nodes did since is not known."""
-        return [life.gap for life in self._newest.values() if life.gap is not None and life.code is None]
 
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
         """From when until when etcd did not answer some node. Times that overlap are merged.
@@ -167,8 +147,6 @@ class Lives:
                 life.away_since = at - event.away_s if event.problem else None
                 if not event.problem:
                     self._outages.append((at - event.away_s, at))
-            case events.Unwritten():
-                self._unwritten(life, event, at)
             case events.Result():
                 life.result_at = at
             case events.Leaves():
@@ -178,17 +156,6 @@ class Lives:
         life.spans.fold(event, at)
         # An event of a node that was taken out shows that its agent lives.
         life.last, life.gone_at = max(life.last, at), None
-
-    def _unwritten(self, life: AgentLife, event: events.Unwritten, at: float) -> None:
-        """Events of a node cannot be written to its file, or are written again."""
-        gap = life.gap or Gap(life.node, at - event.for_s, event.reason)
-        if gap is not life.gap:
-            self.gaps.append(gap)
-        gap.missing, gap.end = event.missing, at if event.over else None
-        life.gap = None if event.over else gap
-        # Nothing is missing: the events of that time were kept in memory and written later.
-        if event.over and not event.missing:
-            self.gaps.remove(gap)
 
     def lose(self, life: AgentLife, loss: RunFailure, at: float) -> None:
         """Note that the node of `life` was lost at `at`, or with its last event if that is later."""

@@ -13,7 +13,6 @@ from elasticrt.story.fold import Story
 from elasticrt.story.generations import Chapter
 from elasticrt.story.sentences import (
     happened,
-    missing_events,
     pace,
     seconds,
     slow,
@@ -59,10 +58,9 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """A slow node, how far the run came, its goodput, what changes cost, outages of etcd, gaps in the events."""
+    """A slow node, how far the run came, its goodput, what changes cost, outages of etcd."""
     found = slow(story.straggler) if story.straggler is not None and now is not None else ""
-    told = (found, paces(story, now), worth(story, now), changes(story), outages(story, now))
-    return [*filter(None, told), *map(missing_events, story.lives.gaps)]
+    return [*filter(None, (found, paces(story, now), worth(story, now), changes(story), outages(story, now)))]
 
 
 def summary(story: Story) -> list[str]:
@@ -101,9 +99,8 @@ def paces(story: Story, now: float | None = None) -> str:
     if scalars and chapter is not None and not story.lives.nodes.isdisjoint(chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
     # A node with a run directory of its own may have saved more.
-    whole = not (story.nodes_without_events() or story.lives.open_gaps())
-    newest = "newest known checkpoint" if story.lives.open_gaps() else "newest checkpoint"
-    text += f"; {newest}: step {saved:,}" if saved else "; no checkpoint" if whole else ""
+    whole = not story.nodes_without_events()
+    text += f"; newest checkpoint: step {saved:,}" if saved else "; no checkpoint" if whole else ""
     # The script ended inside its loop.
     if story.run.succeeded and 0 < saved < story.steps.newest and whole:
         text += ", and nothing after it is saved"
@@ -146,7 +143,7 @@ def changes(story: Story) -> str:
     trained = [each for each in chapters if not each.waits and (each.first_step is not None or each in unknown)]
     known = steps_made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
-    open_end = story.run.succeeded or story.lives.alive() or story.nodes_without_events() or story.lives.open_gaps()
+    open_end = story.run.succeeded or story.lives.alive() or story.nodes_without_events()
     if not open_end and story.steps.newest > story.checkpoints.newest:
         again = f"{again if lost else ''}; {counted(story.steps.newest - story.checkpoints.newest, 'step')} not saved"
     pauses = [chapter.pause_s for chapter in chapters if chapter.pause_s is not None]
@@ -168,7 +165,6 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "nodes_alive": list(story.lives.alive()),
         "standing": None if stand is None else {"since": stand.since, **vars(stand.culprit)},
         "slow": None if story.straggler is None else vars(story.straggler),
-        "gaps": [vars(gap) for gap in story.lives.gaps],
         "without_etcd": story.lives.times_without_etcd(now),
         "step": story.steps.newest,
         "epoch": story.steps.epoch,

@@ -12,7 +12,7 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
 from elasticrt.story.fold import Story
 from elasticrt.story.generations import Chapter
-from elasticrt.story.lives import Gap, ends
+from elasticrt.story.lives import ends
 
 STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 """A line shows the pace until no step was reported for this many seconds, usual step times and share of the run's time,
@@ -95,14 +95,6 @@ def etcd_away(story: Story, now: float) -> str:
     return f"etcd has not answered for {lasted(now - min(away))}: no commits, no changes of membership" if away else ""
 
 
-def missing_events(gap: Gap) -> str:
-    """`events of node-0 from 12:00:01 to 12:00:06 UTC are missing (12): No space left on device`."""
-    begin, end = (datetime.fromtimestamp(at, timezone.utc) for at in (gap.begin, gap.end or gap.begin))
-    when = f"from {begin:%H:%M:%S} UTC on" if gap.end is None else f"from {begin:%H:%M:%S} to {end:%H:%M:%S} UTC"
-    number = f" ({gap.missing})" if gap.missing else ""
-    return f"events of {gap.node} {when} are missing{number}: {gap.reason}"
-
-
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
     chapter = story.generations.newest
@@ -158,9 +150,6 @@ def state(story: Story, now: float | None = None) -> str:
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and steps_made(story) > 0
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
     last_ones = [newest[life.node] for life in story.lives.seated(chapter)] if chapter is not None else []
-    if untold := story.lives.open_gaps():
-        why = f"{listed([gap.node for gap in untold])} could not write events: {untold[0].reason}"
-        return f"how it ended is not known, as {why}; {to_go_on(story)}"
     left = {
         life.code for life in last_ones or newest.values() if life.gone_at is None and not (unsaved and life is first)
     }
@@ -180,8 +169,7 @@ def to_go_on(story: Story) -> str:
     run, saved = story.run, story.checkpoints.newest
     if run.succeeded or (run.result is not None and run.result.code == EXIT_CHECKPOINT):
         return ""
-    least = "at least " if story.lives.open_gaps() else ""
-    return how_to_go_on(run.run_id, f"{least}step {saved:,} is saved" if saved else "")
+    return how_to_go_on(run.run_id, f"step {saved:,} is saved" if saved else "")
 
 
 def _state_now(story: Story, now: float) -> str:
@@ -223,7 +211,6 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
     for at, event in story.failures.straggler_findings:
         found.append(Happened(at, "bad" if event.slow else "good", slow(event)))
     found += _missed(story)
-    found += [Happened(gap.begin, "bad", missing_events(gap)) for gap in story.lives.gaps]
     for begin, end, how in story.lives.breaks:
         found.append(Happened(begin, "bad", f"all agents had ended ({how}): none ran for {seconds(end - begin)}"))
     for begin, end in story.lives.times_without_etcd(story.last if now is None else now):
@@ -254,7 +241,7 @@ def pace(story: Story, now: float) -> str:
     still_s, course = now - story.steps.last_at, story.generations.newest_course
     speed = course.speed if course is not None else None
     usual_s = 1 / speed if speed else 0.0
-    if story.standstill is not None or story.steps.first_at is None or story.lives.open_gaps():
+    if story.standstill is not None or story.steps.first_at is None:
         return ""
     if still_s > max(STILL_S, STILL_STEPS * usual_s, STILL_SHARE * (now - story.begin)):
         return f"no step for {lasted(still_s)}"

@@ -179,4 +179,4 @@ def test_a_file_that_another_agent_writes(tmp_path, caplog):
     second.write(events.AgentStopped(0))
     second.close()
     kinds = [events.kind_of(each.event) for each in records(tmp_path / "events-n1.jsonl")]
-    assert kinds == ["committed", "committed", "unwritten", "agent_stopped"]
+    assert kinds == ["committed", "committed", "agent_stopped"]
