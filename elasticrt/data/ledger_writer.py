@@ -4,12 +4,13 @@
 
 The directory may be shared, or each node's own. A step is one `write`, and nothing is synced. So a killed process loses
 nothing; what a node has written in the seconds before a power loss is reported as missing. A ledger that cannot be
-written is a warning, and training goes on. Steps that found no room on the disk are missing in the ledger, and the
-audit's `check` says so.
+written is a warning, and training goes on: the file ends with its last whole line, and the audit's `check` says up to
+which step its proof reaches, or which steps are missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -53,12 +54,8 @@ class Ledger:
         self._began_at = 0  # The number of steps when the file was begun.
         self._ids: list[int] = []  # The samples of the step that is being noted.
         self._fd = -1
-        self._head = ""  # Lines that go before the next one: the opening, the end of an epoch that found no room.
-        # Bytes of all whole lines, and of all but the last one. `_last_size` is 0 if the last line has to stay.
-        self._size = self._last_size = 0
-        self._noted = 0  # The step of the newest entry.
+        self._size = 0  # Bytes of all whole lines.
         self._size_opened = 0  # Bytes of the opening.
-        self._lacks = False  # Whether a line has found no room.
 
     @property
     def writes(self) -> bool:
@@ -111,8 +108,8 @@ class Ledger:
             samples=self._sampler.state_dict()["samples"],
             before=tuple(sorted(there - {start} - {each for each, _ in self._history})),
         )
-        self._head, self._size, self._last_size, self._noted = opening.to_line(), 0, 0, 0
-        self._write("")
+        self._size = 0
+        self._write(opening.to_line())
         self._size_opened = self._size
 
     def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
@@ -121,11 +118,7 @@ class Ledger:
         self._ids += self._sampler.indices(share)
         if share.last:
             ids, self._ids = self._ids, []
-            if self._write(LedgerEntry(step, epoch, ids).to_line()):
-                self._noted = step
-            elif self._noted == step:
-                # This step is done again, and its new entry found no room. The entry of the first try would count.
-                self.close()
+            self._write(LedgerEntry(step, epoch, ids).to_line())
 
     def renew(self) -> None:
         """Forget the samples of a global batch that was under way: the next batch begins a whole one."""
@@ -137,30 +130,20 @@ class Ledger:
             facts, over = self._sampler.state_dict(), not self._sampler.remaining
             # With `drop_last` an epoch is over before all its samples are trained. These are excused.
             excused = facts["samples"] - facts["consumed"] if over else 0
-            line = Closing(position.epoch, position.steps, facts["consumed"], excused).to_line()
-            if not self._write(line):
-                # The line is written before the next one. Without it, samples that the script has left out would look
-                # like lost ones.
-                self._head += line
+            self._write(Closing(position.epoch, position.steps, facts["consumed"], excused).to_line())
 
     def end(self, steps: int) -> None:
-        """The loop ends by itself after `steps` steps.
-
-        If lines have found no room, the line that says so may take the place of the last entry. Without it, a file on a
-        full disk would not show that there were steps after its last entry.
-        """
-        lacks = self._lacks
-        if self.writes and not self._write(end_line(steps)) and lacks and self._size:
-            self._head, self._size = "", self._last_size or self._size
-            self._cut()
-            if self.writes:
-                self._write(end_line(steps))
+        """The loop ends by itself after `steps` steps."""
+        if self.writes:
+            self._write(end_line(steps))
 
     def take_back(self) -> None:
-        """Remove all entries since `open`: no rank has trained these steps."""
+        """Remove all entries since `open`, and write no more: no rank has trained these steps.
+
+        Otherwise the entries of batches that were read ahead would prove steps.
+        """
         if self.writes:
-            self._size, self._last_size = self._size_opened, 0
-            self._cut()
+            self._cut(self._size_opened)
 
     def close(self) -> None:
         """Write no more."""
@@ -168,30 +151,23 @@ class Ledger:
             os.close(self._fd)
             self._fd = -1
 
-    def _write(self, line: str) -> bool:
-        """Append `_head` and a whole line, or nothing. Returns whether there was room."""
-        text = (self._head + line).encode()
+    def _write(self, line: str) -> None:
+        """Append a whole line. After an error the ledger ends with the line before."""
+        text = line.encode()
         try:
             put(self._fd, text)
         except OSError as error:
-            if not self._lacks:
-                _log.warning("steps are missing in the ledger in %s: %s", self._directory, error)
-            self._lacks = True
-            self._cut()
-            return False
-        # A line with others before it cannot be taken back by itself.
-        self._last_size = 0 if self._head else self._size
-        self._head, self._size = "", self._size + len(text)
-        return True
-
-    def _cut(self) -> None:
-        """Truncate the file to `_size`, so that it has whole lines only."""
-        try:
-            os.ftruncate(self._fd, self._size)
-        except OSError as error:
-            # The file ends in a part of a line. One more line behind it would hide that.
             _log.warning("the ledger in %s is not continued: %s", self._directory, error)
-            self.close()
+            self._cut(self._size)
+        else:
+            self._size += len(text)
+
+    def _cut(self, size: int) -> None:
+        """Truncate the file to `size`, and write no more."""
+        # The audit leaves out a last line that is not whole.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, size)
+        self.close()
 
 
 def starts(names: Iterable[str]) -> set[str]:
