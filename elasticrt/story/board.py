@@ -8,7 +8,7 @@ from typing import Any
 
 from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
-from elasticrt.story.buckets import BUCKETS, Span, coarse, totals
+from elasticrt.story.buckets import BUCKETS, Span, coarse
 from elasticrt.story.fold import Story
 from elasticrt.story.sentences import happened, seconds
 
@@ -35,9 +35,9 @@ PIECES_SHOWN = 200
 def board(story: Story, now: float) -> dict[str, Any]:
     """All values of the page at `now`."""
     until, chapter = story.now_if_running(now), story.generations.newest
-    spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
+    by_node = islice(story.spans_by_node(until).items(), NODES_SHOWN)
     # Of the points only each `step`-th is sent.
-    spent, step = totals(spans), len(story.steps.points) // POINTS_SHOWN + 1
+    spent, step = story.spent(until), len(story.steps.points) // POINTS_SHOWN + 1
     saved_at = story.checkpoints.newest_at if story.run.result is None else None
     age_s = now - saved_at if saved_at is not None else None
     return {
@@ -53,7 +53,9 @@ def board(story: Story, now: float) -> dict[str, Any]:
             "checkpoint": f"{story.checkpoints.newest:,}" + (f", {seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],
-        "ribbons": {name: _pieces(each) for name, each in {"run": spans, **dict(by_node)}.items()},
+        "begin": story.begin,
+        "end": min(story.last if until is None else until, story.run.ended_at),
+        "ribbons": {name: _pieces(each) for name, each in by_node},
         "buckets": [
             {
                 "name": name,

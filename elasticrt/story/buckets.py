@@ -10,8 +10,8 @@ without a position; it is painted at the beginning of the interval in which it w
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -68,9 +68,6 @@ LATE_S = 1.0
 
 PACE_S = 30.0
 """The window over which the current steps per second are measured, within the newest generation."""
-
-PIECES = 2000
-"""How finely the time of a run is divided where its nodes are in different buckets at the same moment."""
 
 
 @dataclass(frozen=True)
@@ -624,104 +621,27 @@ def _append(spans: list[Span], span: Span) -> None:
 
 def coarse(spans: Sequence[Span], pieces: int) -> list[Span]:
     """The same time in at most about `pieces` pieces, each divided between its buckets. Longer spans stay whole."""
-    mixed = _Mixed((spans[-1].end - spans[0].begin) / pieces if spans else 0.0)
+    found, piece = list[Span](), list[Span]()
+    piece_s = (spans[-1].end - spans[0].begin) / pieces if spans else 0.0
     for span in spans:
-        mixed.add(span.begin, span.end, {span.bucket: 1})
-    mixed.flush()
-    return mixed.spans
+        # A new piece begins after a gap, when the present one is long enough, or for a long span.
+        is_whole = piece and piece[-1].end - piece[0].begin >= piece_s
+        if piece and (is_whole or span.begin > piece[-1].end or span.end - span.begin >= piece_s):
+            _divide(piece, found)
+            piece = []
+        piece.append(span)
+    _divide(piece, found)
+    return found
 
 
-def together(lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]]) -> list[Span]:
-    """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
-
-    Where no seated node lives, all living nodes share the moment. Those that stand by are then counted as `detect`,
-    because they do not know yet that the generation is gone. They stay `standby` if there are no events of any seated
-    node, as when only one node's events are read. A moment without a living node has no span. What the nodes share is
-    drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
-
-    Args:
-        lives: the node and the spans of each life.
-        seats: the beginning of each generation, in seconds since 1970, and its nodes.
-    """
-    # A sweep over all edges in the order of time. An edge is (when, kind, number, bucket). The kind is -1 for the
-    # beginning of a generation, 0 for the end of a span and 1 for its beginning: edges of the same moment are handled
-    # in this order. The number is that of the generation or of the life.
-    edges: list[tuple[float, int, int, str]] = []
-    names = []
-    for number, (node, spans) in enumerate(lives):
-        names.append(node)
-        for span in spans:
-            edges += [(span.begin, 1, number, span.bucket), (span.end, 0, number, span.bucket)]
-    known = frozenset(names)
-    first, last = (min(edges)[0], max(edges)[0]) if edges else (0.0, 0.0)
-    mixed = _Mixed((last - first) / PIECES)
-    edges += [(begin, -1, number, "") for number, (begin, _) in enumerate(seats)]
-    seated: Collection[str] = ()
-    # The present bucket of each life.
-    there: dict[int, str] = {}
-    of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
-    for at, kind, number, bucket in sorted(edges):
-        if at > since:
-            # The nodes that stand by do so for a generation that is no more.
-            if not of_seated and not known.isdisjoint(seated):
-                counts = Counter(of_all)
-                counts[DETECT] += counts.pop(STANDBY, 0)
-                mixed.add(since, at, +counts)
-            else:
-                mixed.add(since, at, of_seated or of_all)
-        since = at
-        if kind < 0:
-            seated = seats[number][1]
-            of_seated = Counter(name for life, name in there.items() if names[life] in seated)
-            continue
-        for counted in (of_all, of_seated) if names[number] in seated else (of_all,):
-            counted[bucket] += 1 if kind else -1
-            if not counted[bucket]:
-                del counted[bucket]
-        if kind:
-            there[number] = bucket
-        else:
-            there.pop(number, None)
-    mixed.flush()
-    return mixed.spans
-
-
-class _Mixed:
-    """Collects intervals that nodes of different buckets share, as spans.
-
-    Args:
-        piece_s: the shortest piece that is kept apart, in seconds. Shorter ones are mixed with the next.
-    """
-
-    def __init__(self, piece_s: float) -> None:
-        self.spans: list[Span] = []
-        self._piece_s = piece_s
-        self._begin = self._end = 0.0
-        self._seconds: dict[str, float] = {}
-
-    def add(self, begin: float, end: float, counts: Mapping[str, int]) -> None:
-        """Add the time from `begin` to `end`, in which each bucket has so many nodes as `counts` says."""
-        if not counts:
-            return
-        # A new piece begins after a gap, when the present one is long enough, or for a long stretch of a single bucket.
-        whole = len(counts) == 1 and end - begin >= self._piece_s
-        if self._seconds and (begin > self._end or self._end - self._begin >= self._piece_s or whole):
-            self.flush()
-        if not self._seconds:
-            self._begin = begin
-        self._end, total = end, sum(counts.values())
-        for bucket, count in counts.items():
-            self._seconds[bucket] = self._seconds.get(bucket, 0.0) + (end - begin) * count / total
-
-    def flush(self) -> None:
-        """Turn what was added into spans."""
-        at, shared = self._begin, [(name, self._seconds[name]) for name in BUCKETS if name in self._seconds]
-        for place, (bucket, spent_s) in enumerate(shared):
-            end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
-            if end > at:
-                _append(self.spans, Span(at, end, bucket))
-            at = end
-        self._seconds = {}
+def _divide(piece: Sequence[Span], found: list[Span]) -> None:
+    """Add to `found` one span for each bucket of `piece`, which has no gap."""
+    spent, begin = totals(piece), piece[0].begin if piece else 0.0
+    for place, (bucket, spent_s) in enumerate(spent.items(), 1):
+        end = piece[-1].end if place == len(spent) else min(begin + spent_s, piece[-1].end)
+        if end > begin:
+            _append(found, Span(begin, end, bucket))
+        begin = end
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from elasticrt import events
-from elasticrt.story.buckets import LATE_S, TRAIN, Span, is_failure, together, totals
+from elasticrt.story.buckets import LATE_S, STANDBY, TRAIN, Span, is_failure, totals
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure
 from elasticrt.story.generations import Chapter, Generations
@@ -101,7 +101,7 @@ class Story:
     def now_if_running(self, now: float) -> float | None:
         """`now` if the run still goes on then, as far as its events tell; else None.
 
-        The result is the `now` of `spans` and of the other sums.
+        The result is the `now` of `spent` and of the other sums.
         """
         silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
         return now if self.run.result is None and self.lives.alive() and now - self.last < silent_s else None
@@ -136,14 +136,14 @@ class Story:
         found = self.failures.explained_standstills(last, has_step_numbers=self.has_step_numbers)
         return [(stand, self.lives.witnessed_end(stand.since, until)) for stand, until in found]
 
-    def spans(self, now: float | None = None) -> list[Span]:
-        """How the time of the whole run was spent. Each moment is shared by the nodes that have a seat then.
+    def spent(self, now: float | None = None) -> dict[str, float]:
+        """Seconds by bucket, summed over all nodes, without the time in which a node stood by.
 
         Args:
             now: up to when running agents count; None: up to their last events.
         """
-        seats = [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.generations.all]
-        return together(self.lives.spent(now, self.run.ended_at), seats)
+        lives = self.lives.spent(now, self.run.ended_at)
+        return totals(span for _, spans in lives for span in spans if span.bucket != STANDBY)
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """How each node's time was spent: the spans of all its agents, one after the other."""
@@ -153,8 +153,8 @@ class Story:
         return found
 
     def goodput(self, now: float | None = None) -> float:
-        """The share of the run's time spent on steps that count (`train`), from 0 to 1."""
-        spent = totals(self.spans(now))
+        """The share of the nodes' time (see `spent`) that went into steps that count (`train`), from 0 to 1."""
+        spent = self.spent(now)
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
     # The events.

@@ -23,7 +23,7 @@ from elasticrt.story.sentences import (
 )
 
 NODES_SHOWN = 4
-"""With more nodes than this, all nodes share one column of the time table."""
+"""With more nodes than this, the time table has no column for each."""
 
 # How many phases of a pause are shown, and the shortest one that is.
 PHASES_SHOWN = 3
@@ -115,8 +115,11 @@ def speed(story: Story, now: float | None = None) -> str:
     if now is not None:
         return pace(story, now)
     first = story.steps.last_at if story.steps.first_at is None else story.steps.first_at
-    # Without the time in which no agent ran: it has no span.
-    took_s = sum(max(0.0, min(span.end, story.steps.last_at) - max(span.begin, first)) for span in story.spans())
+    # Without the time in which no agent ran.
+    took_s, until = 0.0, first
+    for begin, end in sorted((life.begin, life.last) for life in story.lives.all):
+        took_s += max(0.0, min(end, story.steps.last_at) - max(begin, until))
+        until = max(until, end)
     # Steps after the last reported one, known only by a commit, lie outside of `took_s`.
     steps = steps_made(story) - max(0, story.checkpoints.newest - story.steps.newest)
     return f"{(steps - 1) / took_s:.1f} steps/s" if took_s > 0 and steps > 1 else ""
@@ -124,13 +127,14 @@ def speed(story: Story, now: float | None = None) -> str:
 
 def worth(story: Story, now: float | None = None) -> str:
     """The goodput, and the buckets with most of the other time; "" for a run that has trained nothing."""
-    spent = totals(story.spans(now))
+    spent, number = story.spent(now), len(story.lives.nodes)
     if TRAIN not in spent and not steps_made(story):
         return ""
     total_s = sum(spent.values())
     rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
     shares = ", ".join(f"{name} {spent_s / total_s:.1%}" for spent_s, name in rest)
-    return f"goodput {story.goodput(now):.1%} of {seconds(total_s)}" + (f"; {shares}" if shares else "")
+    of = f"{seconds(total_s)} on {number} nodes" if number > 1 else seconds(total_s)
+    return f"goodput {story.goodput(now):.1%} of {of}" + (f"; {shares}" if shares else "")
 
 
 def changes(story: Story) -> str:
@@ -172,7 +176,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "checkpoint": story.checkpoints.newest,
         "unsaved": None if missed is None else vars(missed),
         "goodput": story.goodput(now),
-        "seconds": totals(story.spans(now)),
+        "seconds": story.spent(now),
         "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},
         "generations": chapters,
         "failures": [vars(failure) for failure in story.failures.all],
@@ -183,13 +187,9 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
 
 
 def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
-    """Seconds by bucket, for the run and for each node; if there are many nodes, for all together."""
+    """Seconds by bucket, for all nodes together and, if there are few nodes, for each."""
     nodes = {node: totals(spans) for node, spans in sorted(story.spans_by_node(now).items())}
-    whole = {"run": totals(story.spans(now))}
-    if len(nodes) <= NODES_SHOWN:
-        return whole | nodes
-    names = dict.fromkeys(name for spent in nodes.values() for name in spent)
-    return whole | {"all nodes": {name: sum(spent.get(name, 0.0) for spent in nodes.values()) for name in names}}
+    return {"all nodes": story.spent(now), **(nodes if len(nodes) <= NODES_SHOWN else {})}
 
 
 def time_table(story: Story, now: float | None = None) -> list[str]:

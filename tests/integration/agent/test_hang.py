@@ -15,7 +15,6 @@ import pytest
 
 from elasticrt.event_log import records
 from elasticrt.ipc.proc import state_of
-from elasticrt.story.buckets import totals
 from elasticrt.story.sentences import happened
 from tests.cluster import Cluster, kill
 from tests.integration.trouble.stepping import Stepping
@@ -197,7 +196,7 @@ def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
         assert (stood["step"], stood["final"]) == (25, True), stood
         own = story_of(records(run.run_dir / f"events-{stood['node']}.jsonl"))
         assert [trouble.what for trouble in own.failures.all] == causes[1:]
-        assert totals(own.spans())["detect"] >= 1.0, "its own events alone say that it did not train"
+        assert own.spent()["detect"] >= 1.0, "its own events alone say that it did not train"
 
 
 @pytest.mark.slow

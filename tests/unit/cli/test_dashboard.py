@@ -44,8 +44,8 @@ def test_what_is_shown() -> None:
     assert shown["tiles"]["world size"] == "1"
     assert shown["tiles"]["step"] == "61"
     assert [(node["name"], node["state"]) for node in shown["nodes"]] == [("a", "training"), ("b", "gone")]
-    assert set(shown["ribbons"]) == {"run", "a", "b"}
-    assert shown["ribbons"]["run"][0][0] == 0.0
+    assert set(shown["ribbons"]) == {"a", "b"}
+    assert shown["end"] == shown["ribbons"]["a"][-1][1] == 11.0
     assert [point[1] for point in shown["points"]] == [10, 20, 30, 40, 50]
     assert shown["work"] == {"rank 0": [[9.5, 20.0]], "rank 1": [[9.6, 50.0]]}
     assert shown["saves"] == {"text": "1 checkpoint; the newest: step 50, 2.5 MB in 0.40 s", "at": [9.7]}

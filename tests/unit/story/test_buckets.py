@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
-from elasticrt.story.buckets import SPANS_MAX, Span, coarse, together, totals
+from elasticrt.story.buckets import SPANS_MAX, Span, coarse, totals
 from elasticrt.story.report import columns, worth
 from elasticrt.story.steps import Series
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
@@ -195,52 +195,22 @@ def test_where_no_agent_was_there_is_no_time_of_the_run():
         (21.0, "a", events.AgentStopped(143)),
     ]
     told = story([*THREE_STEPS, *more])
-    spans = told.spans()
+    spans = told.spans_by_node()["a"]
     assert totals(spans)["train"] == pytest.approx(4.5)
     assert sum(totals(spans).values()) == pytest.approx(8.0 + 1.0)
-    assert told.goodput() == pytest.approx(0.5)
-    assert together([], []) == []
 
 
-TRAINS, PAUSES = [Span(0.0, 10.0, "train")], [Span(0.0, 6.0, "train"), Span(6.0, 10.0, "pause")]
-BACK = [Span(0.0, 4.0, "train"), Span(4.0, 10.0, "standby")]
-
-
-@pytest.mark.parametrize(
-    ("lives", "seats", "expected"),
-    [
-        pytest.param({"a": PAUSES, "b": PAUSES}, [(0.0, "ab")], {"train": 6.0, "pause": 4.0}, id="all alike"),
-        pytest.param({"a": TRAINS, "b": PAUSES}, [(0.0, "ab")], {"train": 8.0, "pause": 2.0}, id="the mean"),
-        pytest.param({"a": TRAINS, "b": BACK}, [(0.0, "ab"), (4.0, "a")], {"train": 10.0}, id="one stands by"),
-        pytest.param(
-            {"a": [Span(0.0, 4.0, "train")], "b": BACK},
-            [(0.0, "ab"), (4.0, "a")], {"train": 4.0, "detect": 6.0}, id="none is seated",
-        ),
-        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], {"train": 4.0, "standby": 6.0}, id="own view"),
-        pytest.param({"a": TRAINS, "b": PAUSES}, [], {"train": 8.0, "pause": 2.0}, id="before there are seats"),
-        pytest.param(
-            {"a": [Span(0.0, 1.0, "train")], "b": [Span(3.0, 5.0, "start")]},
-            [(0.0, "a")], {"train": 1.0, "start": 2.0}, id="not while no agent lives",
-        ),
-    ],
-)  # fmt: skip
-def test_the_time_of_a_run_is_the_mean_of_its_nodes(lives, seats, expected):
-    """Of those that have a seat; its spans do not overlap, and together they are the time in which an agent lived."""
-    spans = together(lives.items(), seats)
-    assert totals(spans) == pytest.approx(expected)
-    assert all(left.end <= right.begin for left, right in pairwise(spans))
-
-
-def test_pauses_at_different_times_are_no_less_of_the_run():
-    """Two nodes each pause for 18 s: so does the run."""
-    nodes = {
-        "a": [Span(float(at), at + 0.5, "pause" if at % 2 else "train") for at in range(36)],
-        "b": [Span(at + 0.1, at + 0.6, "train" if at % 2 else "pause") for at in range(36)],
-    }
-    by_node = {name: totals(spans)["pause"] for name, spans in nodes.items()}
-    spent = totals(together(nodes.items(), [(0.0, "ab")]))
-    assert sum(spent.values()) == pytest.approx(36 * 0.6)
-    assert by_node["a"] / 18.0 == pytest.approx(spent["pause"] / (36 * 0.6))
+def test_the_time_of_a_run_is_that_of_its_nodes():
+    """Summed, without the time in which a node stood by. So the agent of one node and the report say the same."""
+    told = story([*THREE_STEPS, (6.0, "b", events.StandsBy(**vars(begun(2, "a")))), (6.0, "a", begun(2, "a"))])
+    nodes = [totals(spans) for spans in told.spans_by_node(16.0).values()]
+    names = {name for spent in nodes for name in spent}
+    assert "standby" in names
+    sums = {name: sum(spent.get(name, 0.0) for spent in nodes) for name in names - {"standby"}}
+    assert told.spent(16.0) == pytest.approx(sums)
+    assert told.goodput(16.0) == pytest.approx(sums["train"] / sum(sums.values()))
+    assert columns(told, 16.0)["all nodes"] == told.spent(16.0)
+    assert story([]).goodput() == 0.0
 
 
 def test_the_agent_and_the_report_say_the_same_goodput():

@@ -41,7 +41,7 @@ def test_a_node_that_comes_back_alone_waits() -> None:
     nodes = {each["name"]: each["state"] for each in board(told, now)["nodes"]}
     assert nodes == {"a": "standing by", "b": "gone"}
     assert totals(told.spans_by_node(now)["a"])["waiting for nodes"] == pytest.approx(1.0 + 4.0)
-    assert "standby" not in totals(told.spans(now))
+    assert "standby" not in totals(told.spans_by_node(now)["a"])
 
 
 def test_the_time_in_which_no_agent_ran_is_told() -> None:

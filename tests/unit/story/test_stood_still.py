@@ -87,9 +87,9 @@ WENT_ON = [
 
 
 def test_a_hang_is_drawn_where_it_was():
-    """In the middle of the training around it, on both nodes and for the run; waits for data are not moved into it."""
+    """In the middle of the training around it, on both nodes; waits for data are not moved into it."""
     told = story(WENT_ON)
-    for spans in (told.spans(), *told.spans_by_node().values()):
+    for spans in told.spans_by_node().values():
         drawn = [(span.begin, span.end, span.bucket) for span in spans if span.end > 4.0]
         assert drawn == [(3.5, 6.0, "train"), (6.0, 19.0, "detect"), (19.0, 28.0, "train")]
     waited = [(at, node, replace(event, data_s=0.5) if isinstance(event, events.Progress) else event)
@@ -131,7 +131,7 @@ def test_a_hang_of_the_only_worker_is_in_every_view():
     text = f"no step for 12 s after step 20: {hang.reason}"
     assert (state(lasts, 18.0), lasts.standstill_s(18.0), doing(lasts)) == (text, 12.0, "stands still")
     assert text in board(lasts, 18.0)["state"]
-    over = totals(story([*sorted(told, key=lambda each: each[0]), (20.0, "a", events.AgentStopped(5))]).spans())
+    over = story([*sorted(told, key=lambda each: each[0]), (20.0, "a", events.AgentStopped(5))]).spent()
     assert over["detect"] == pytest.approx(14.0)
 
 
@@ -183,12 +183,12 @@ def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
     """Also where agents tell who is waited for there, and in what an agent exports, as far as that is told."""
     entries = sorted((each for each in IN_PAUSE if each[0] <= now), key=lambda each: each[0])
     lasts = story(entries)
-    for spans in (lasts.spans(now), *lasts.spans_by_node(now).values()):
+    for spans in lasts.spans_by_node(now).values():
         spent = totals(spans)
         assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0))
     assert "detect" not in lasts.lives.all[0].spans.known_at(now)
     ends = [(now + 0.1, node, progress(40, now - 6.0)) for node in "ab"]
-    spent = totals(story([*entries, *ends]).spans())
+    spent = totals(story([*entries, *ends]).spans_by_node()["a"])
     assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
 
 
@@ -238,7 +238,7 @@ def test_who_was_left_out_does_not_train():
         assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
         assert sum(spent.values()) == pytest.approx(now - 0.5)
         own = story([entry for entry in known if entry[1] == "b"])
-        alone = totals(own.spans(now))
+        alone = totals(own.spans_by_node(now)["b"])
         assert (alone["train"], alone["standby"]) == pytest.approx((2.5, 0.5 - (known == entries) * 0.1)), (
             "its own view"
         )

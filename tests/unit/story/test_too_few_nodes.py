@@ -54,7 +54,7 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
         spent = totals(told.spans_by_node(now)["a"])
         assert spent["waiting for nodes"] - 1.0 == pytest.approx(waited_s), "and a second before the first generation"
         assert (spent["detect"], spent["agree"]) == pytest.approx((0.3, 0.2))
-        assert totals(told.spans(now))["waiting for nodes"] >= waited_s
+        assert told.spent(now)["waiting for nodes"] >= waited_s
     joiner = totals(story(GOES_ON).spans_by_node(31.0)["c"])
     assert "standby" not in joiner, "nobody trained without it"
 

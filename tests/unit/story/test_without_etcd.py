@@ -76,10 +76,10 @@ def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
     phases = {"detect": 1000.0, "agree": 6000.0, "first_step": 100.0}
     over = [(15.0, each, begun(2, "ab")) for each in "ab"]
     over += [(15.1, each, events.Recovery(2, 7.1, phases)) for each in "ab"]
-    for spans in (told.spans(14.0), killed.spans(), told.spans_by_node(14.0)["a"]):
+    for spans in (told.spans_by_node(14.0)["a"], killed.spans_by_node()["a"]):
         spent = totals(spans)
         assert {name: round(spent[name], 3) for name in seconds} == seconds
-    known = totals(story([*AWAY, *lost, *over]).spans())
+    known = totals(story([*AWAY, *lost, *over]).spans_by_node()["a"])
     assert (round(known["detect"], 3), round(known["agree"], 3)) == (1.0, 6.0)
     live = told.lives.all[0].spans.known_at(20.0)
     assert (live["detect"], live["agree"]) == (1.0, 11.0)
