@@ -23,7 +23,7 @@ import elasticrt
 from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import HealthState
-from elasticrt.story.buckets import BUCKETS
+from elasticrt.story.buckets import BUCKETS, totals
 from elasticrt.story.fold import Story
 
 PAUSE = "pause"
@@ -59,8 +59,9 @@ class Metrics(Collector):
         # The story of one agent has at most one life.
         for life in self._story.lives.all[-1:]:
             self._told_at = life.begin - life.started_at + now
-            spent = life.spans.known_at(self._told_at)
-            # The time of a bucket that is not final may still shrink, but a Prometheus counter must never fall.
+            spent = totals(life.spans.spans_until(self._told_at))
+            # The time of a bucket that is not final may still shrink, but a Prometheus counter must never fall. It
+            # stands still until the bucket has caught up.
             self._exported = {name: max(before, spent.get(name, 0.0)) for name, before in self._exported.items()}
         return generate_latest(self)
 
@@ -94,9 +95,7 @@ class Metrics(Collector):
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
         restarts = story.generations.newest.restarts if story.generations.newest is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
-        yield _counter(
-            "bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._exported
-        )
+        yield _counter("bucket_seconds", "What the node's time went into.", "bucket", self._exported)
         own_work = GaugeMetricFamily(
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
         )

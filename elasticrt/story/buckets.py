@@ -345,29 +345,6 @@ class LifeSpans:
         known._finish(end)
         return tuple(known._spans)
 
-    def known_at(self, now: float) -> dict[str, float]:
-        """Seconds by bucket of all that is certain at `now`, without changing the life.
-
-        That is what is painted already, and the time up to `now` where its bucket is known: a wait for nodes, a
-        standby, a hang. `spans_until` also guesses the rest.
-        """
-        known = copy(self)
-        known._spans = list(self._spans)
-        first_since = self._newest_course.stands_since
-        stands_since = self._course.stands_since
-        if self._mode in ("waiting", "idle", "ready"):
-            known._finish(now)
-        # How the time of the set-up divides into phases is known with the first step, and is not counted before.
-        elif self._mode == "seated" and first_since is not None:
-            known._cursor = max(self._cursor, first_since)
-            known._paint_to(now, DETECT)
-        elif self._mode == "training" and stands_since is not None and self._next_heard_at is self._failed_at is None:
-            known._train_to(max([stands_since, *(mark.at for mark in self._pauses)]))
-            if not self._pauses:
-                known._paint_to(min(now, self._course.failed_at), DETECT)
-                known._paint_to(now, AGREE)
-        return totals(known._spans)
-
     @property
     def _newest_course(self) -> GenerationCourse:
         """The course of the newest generation that this node has heard of."""

@@ -81,7 +81,7 @@ def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
         assert {name: round(spent[name], 3) for name in seconds} == seconds
     known = totals(story([*AWAY, *lost, *over]).spans_by_node()["a"])
     assert (round(known["detect"], 3), round(known["agree"], 3)) == (1.0, 6.0)
-    live = told.lives.all[0].spans.known_at(20.0)
+    live = totals(told.spans_by_node(20.0)["a"])
     assert (live["detect"], live["agree"]) == (1.0, 11.0)
 
 
