@@ -174,8 +174,8 @@ class Step(Event):
 class Progress(Event):
     """How far this node's workers are, and the time that they spent besides their steps.
 
-    Written about every 5 s, and when there has been no step for a second, when steps go on after a standstill, after a
-    pause before the first step, and at the end.
+    Written about every 5 s, and when there has been no step for a second, when steps go on after a standstill, and at
+    the end.
 
     The seconds are sums, for the worker that spent most. They count from this node's first step in the generation, and
     before it from the start of the workers.

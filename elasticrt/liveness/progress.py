@@ -228,10 +228,6 @@ class Progress:
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
         """Write how the time of the recovery, which ended at `at_ns`, was spent. Then begin anew."""
-        self._count(self._pages())
-        # A pause before the first step, such as an evaluation, must not be lost: `_count_from` begins to count anew.
-        if self._newest is not None and self._newest.pause_s:
-            self.write()
         self._newest = None
         own = self._count_from(at_ns)
         if own:

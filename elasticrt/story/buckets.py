@@ -31,7 +31,7 @@ BUCKETS: Mapping[str, str] = {
     DETECT: "from the last step until the failure or change was noticed; all of a hang",
     AGREE: "until the next generation was agreed",
     REFORM: "old workers ended, survivors took their new ranks, the process group was created",
-    SET_UP: "workers started, and the script came to its `Loop`",
+    SET_UP: "workers started, and the script came to its first step",
     RESTORE: "the state was loaded, or taken over from another worker",
     START: "the agent or the worker parent started, or the agent ended",
     WAITING: "there were fewer nodes than the run needs",
@@ -39,8 +39,7 @@ BUCKETS: Mapping[str, str] = {
 }
 """Each bucket with its meaning, the best use of time first. docs/events.md shows this table."""
 
-# The bucket of each phase of a `Recovery` or `SetUp` event. Two phases depend on the kind of script and of restart: see
-# `_stepped`.
+# The bucket of each phase of a `Recovery` or `SetUp` event. Some depend on the kind of restart: see `_stepped`.
 _PHASES = {
     "detect": DETECT,
     "agree": AGREE,
@@ -50,7 +49,7 @@ _PHASES = {
     "init": REFORM,
     "loop": SET_UP,
     "restore": RESTORE,
-    "first_step": TRAIN,
+    "first_step": SET_UP,
 }
 
 SPANS_MAX = 4000
@@ -288,8 +287,6 @@ class LifeSpans:
         self._marks: tuple[_Mark, ...] = ()  # The marks that are later than the cursor.
         # The amounts by bucket at the cursor: what has been painted of the sums in the marks.
         self._painted: tuple[tuple[str, float], ...] = ()
-        # The newest mark of the newest generation from before its first step.
-        self._before: _Mark | None = None
 
     def fold(self, event: events.Event, at: float) -> None:
         """Fold in an event of this node, which happened at `at`."""
@@ -366,7 +363,7 @@ class LifeSpans:
             self._left_out(at, self._course.step_at or at)
         if self._mode in ("idle", "ready"):
             self._idle_to(at, event)
-        self._newest, self._before = event.number, None
+        self._newest = event.number
         if self._mode == "waiting":
             self._paint_to(at, WAITING)
         if self._mode == "training":
@@ -435,22 +432,14 @@ class LifeSpans:
         self._course = self._courses.get(event.generation) or GenerationCourse()
         self._generation, self._next_heard_at, self._failed_at = event.generation, None, None
         self._marks, self._painted, self._mode = (), (), "training"
-        starts, loop = "start" in event.phases, "restore" in event.phases
         for name, took_ms in event.phases.items():
             end += took_ms / 1000
             bucket = _PHASES.get(name, SET_UP)
-            if bucket == TRAIN and loop:
-                # The amounts in `Progress` count from the first step anew. Those from before it are painted here.
-                self._marks = (self._before,) if self._before is not None else ()
-                self._train_to(end)
-                self._marks, self._painted = (), ()
-                continue
-            # A script without a Loop does not say when it is ready for its first step, so that phase is set-up.
-            if bucket == TRAIN:
-                bucket, stands = SET_UP, self._course.standstills_within(self._cursor, end)
+            if name == "first_step":
+                stands = self._course.standstills_within(self._cursor, end)
             # Without a phase "start" the generation is in place: "script" is the time until the living workers got
             # their new seats, and no script has begun.
-            elif name == "script" and not starts:
+            elif name == "script" and "start" not in event.phases:
                 bucket = REFORM
             elif bucket == AGREE and self._course.short and isinstance(event, events.Recovery):
                 bucket = WAITING
@@ -463,7 +452,6 @@ class LifeSpans:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
         mark = _Mark(at, event.step or event.beats, spent, event.pausing)
         if self._mode != "training" or event.generation != self._generation:
-            self._before = mark if event.generation == self._newest else self._before
             return
         before = self._marks
         if before and mark.step <= before[-1].step:
@@ -498,10 +486,7 @@ class LifeSpans:
                 self._set_up_to(end)
 
     def _set_up_to(self, end: float) -> None:
-        """Paint the set-up up to `end`, without the pauses in it. From a standstill on the time is `detect`."""
-        if self._before is not None and (paused_s := dict(self._before.seconds)[PAUSE]):
-            self._paint_to(self._before.at - paused_s, SET_UP)
-            self._paint_to(end if self._before.pausing else self._before.at, PAUSE)
+        """Paint the set-up up to `end`. From a standstill on the time is `detect`."""
         since = self._newest_course.stands_since
         self._paint_to(end if since is None else min(since, end), SET_UP)
         self._paint_to(end, DETECT)

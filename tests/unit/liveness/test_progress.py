@@ -105,19 +105,18 @@ def test_the_last_step_is_told_when_no_other_follows() -> None:
     assert told[1:] == [(7, 1.0, True)]
 
 
-@pytest.mark.parametrize("paused_s", [0, 6])
-def test_a_pause_before_the_first_step_is_told_with_it(paused_s: int) -> None:
+def test_a_pause_before_the_first_step_is_set_up() -> None:
     """An evaluation that is done again after a restart is no part of what the workers spend from then on."""
     page, kept = StatusPage(-1), Kept()
     progress = Progress(lambda: [page], kept, time)
     progress.replaced(1)
     progress.started(1, SECOND)
-    page.pause_ns = paused_s * SECOND
+    page.pause_ns = 6 * SECOND
     progress.stepped(1, Step(1, 0, 9 * SECOND, 0, True))
-    assert [type(each) for each in kept.found[-2:]] == [events.Progress if paused_s else events.FirstStep, events.SetUp]
+    assert [type(each) for each in kept.found[-2:]] == [events.FirstStep, events.SetUp]
     progress.look_and_write()
     told = [each.pause_s for each in kept.found if isinstance(each, events.Progress)]
-    assert told == ([6.0, 0.0] if paused_s else [0.0])
+    assert told == [0.0]
 
 
 def test_the_last_step_outlives_a_generation_without_one() -> None:

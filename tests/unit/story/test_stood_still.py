@@ -43,12 +43,12 @@ HANG = [
 @pytest.mark.parametrize(
     ("more", "node", "expected"),
     [
-        pytest.param([], "a", {"train": 2.5, "detect": 12.0}, id="while it lasts"),
-        pytest.param([], "b", {"train": 2.5, "detect": 12.0}, id="on the node that is waited for as well"),
+        pytest.param([], "a", {"train": 2.0, "detect": 12.0}, id="while it lasts"),
+        pytest.param([], "b", {"train": 2.0, "detect": 12.0}, id="on the node that is waited for as well"),
         pytest.param(
             [(19.0, "a", events.Step(1, 21, 0, {})), (23.0, "a", progress(60)), (23.0, "b", progress(60))],
             "b",
-            {"train": 6.5, "detect": 13.0},
+            {"train": 6.0, "detect": 13.0},
             id="until the steps go on",
         ),
         pytest.param(
@@ -57,7 +57,7 @@ HANG = [
                 (38.0, "b", events.Ready(0)),
             ],
             "b",
-            {"train": 2.5, "detect": 30.0, "set-up": 1.0 + 2.0},
+            {"train": 2.0, "detect": 30.0, "set-up": 1.5 + 2.0},
             id="until its worker was killed",
         ),
         pytest.param(
@@ -67,7 +67,7 @@ HANG = [
                 (37.0, "a", events.AgentStopped(0)),
             ],
             "a",
-            {"train": 2.5 + 0.25, "detect": 30.0},
+            {"train": 2.0, "detect": 30.0},
             id="as the pause says that follows",
         ),
     ],
@@ -91,7 +91,7 @@ def test_a_hang_is_drawn_where_it_was():
     told = story(WENT_ON)
     for spans in told.spans_by_node().values():
         drawn = [(span.begin, span.end, span.bucket) for span in spans if span.end > 4.0]
-        assert drawn == [(3.5, 6.0, "train"), (6.0, 19.0, "detect"), (19.0, 28.0, "train")]
+        assert drawn == [(4.0, 6.0, "train"), (6.0, 19.0, "detect"), (19.0, 28.0, "train")]
     waited = [(at, node, replace(event, data_s=0.5) if isinstance(event, events.Progress) else event)
         for at, node, event in WENT_ON if at >= 13.0]  # fmt: skip
     drawn = story([*THREE_STEPS, AT_SIX, (9.5, "a", culprit(20, 3.0)), *waited]).spans_by_node()["a"]
@@ -154,7 +154,7 @@ def test_a_hang_without_a_loop_is_in_every_view_until_the_steps_go_on(node):
         over = story([*begins, *(each for each in hang + ends if each[1] in nodes)])
         assert (state(over, 25.0), over.standstill_s(25.0), doing(over)) == ("running", 0.0, "trains")
         spent = totals(over.spans_by_node(25.0)[node])
-        assert (spent["detect"], spent["train"]) == pytest.approx((14.0, 2.5 + 5.0))
+        assert (spent["detect"], spent["train"]) == pytest.approx((14.0, 2.0 + 5.0))
 
 
 def test_a_pause_is_no_hang():
@@ -167,7 +167,7 @@ def test_a_pause_is_no_hang():
         (13.0, "a", progress(20, 7.0)),
     ]
     spent = totals(story(entries).spans_by_node()["a"])
-    assert (spent["pause"], spent["train"], spent.get("detect", 0.0)) == pytest.approx((7.0, 2.5, 0.0))
+    assert (spent["pause"], spent["train"], spent.get("detect", 0.0)) == pytest.approx((7.0, 2.0, 0.0))
 
 
 IN_PAUSE = [
@@ -234,11 +234,11 @@ def test_who_was_left_out_does_not_train():
         told = story(known)
         expected = {"train": 2.0, "detect": 3.5, "standby": standby}
         spent = totals(told.spans_by_node(now)["b"])
-        assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
+        assert {name: spent[name] for name in expected} == pytest.approx(expected)
         assert sum(spent.values()) == pytest.approx(now - 0.5)
         own = story([entry for entry in known if entry[1] == "b"])
         alone = totals(own.spans_by_node(now)["b"])
-        assert (alone["train"], alone["standby"]) == pytest.approx((2.5, 0.5 - (known == entries) * 0.1)), (
+        assert (alone["train"], alone["standby"]) == pytest.approx((2.0, 0.5 - (known == entries) * 0.1)), (
             "its own view"
         )
         assert [chapter.number for chapter in own.generations.all] == [
