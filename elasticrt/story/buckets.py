@@ -56,9 +56,6 @@ SPANS_MAX = 4000
 """How many spans one life keeps. Beyond that, short ones are merged (`coarse`): no second is lost, but within a piece
 the buckets stand in their own order."""
 
-ROUNDED_S = 0.001
-"""Events and phases are rounded to milliseconds: times that differ by less are equal."""
-
 STANDSTILLS_KEPT = 64
 """How many standstills are kept of one generation, the newest ones."""
 
@@ -517,29 +514,17 @@ class LifeSpans:
         self._paint_to(end, STANDBY)
 
     def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
-        """Paint training up to the last step, and after it the time until the change was known.
-
-        A pause may lie in that time: it was reported before the next generation was agreed, and is no longer than the
-        time.
+        """Paint training up to the last step, made at `end`, and after it the time until the change was known.
 
         Args:
             end: when the last step was made.
             phases: milliseconds by phase, from that step on.
         """
         self._course.still_made_steps(end)
-        detect_s, agree_s = phases.get("detect", 0.0) / 1000, phases.get("agree", 0.0) / 1000
-        until, known = end + detect_s, dict(self._painted)
-        for mark in self._marks:
-            known = dict(mark.seconds) if mark.at <= end else known
-        told = [dict(mark.seconds) for mark in self._marks if end < mark.at <= until + agree_s + ROUNDED_S]
-        paused_s = told[-1][PAUSE] - known.get(PAUSE, 0.0) if told else 0.0
-        if 0.0 < paused_s <= detect_s + agree_s + ROUNDED_S:
-            self._marks = tuple(mark for mark in self._marks if mark.at <= end)
-        else:
-            paused_s = 0.0
+        # Later marks tell of a pause in the time of the detection, too: it stays `detect`.
+        self._marks = tuple(mark for mark in self._marks if mark.at <= end)
         self._train_to(end)
-        self._paint_to(min(until, end + paused_s), PAUSE)
-        self._paint_to(until, DETECT)
+        self._paint_to(end + phases.get("detect", 0.0) / 1000, DETECT)
 
     def _paint_piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         """Paint from the cursor to `end`: the amounts, repeated steps, standstills, and training for the rest.
