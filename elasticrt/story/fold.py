@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from elasticrt import events
-from elasticrt.story.buckets import LATE_S, STANDBY, TRAIN, Span, is_failure, totals
+from elasticrt.story.buckets import STANDBY, TRAIN, Span, is_failure, totals
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure
 from elasticrt.story.generations import Chapter, Generations
@@ -52,21 +52,7 @@ class Story:
 
     @property
     def standstill(self) -> ExplainedStandstill | None:
-        """The present standstill, if its reason is known; None: steps are made, or the reason is not known."""
-        hang, chapter, failures = self._blamed_standstill, self.generations.newest, self.failures.all
-        if hang is not None or chapter is None or not failures or self.run.result or not self.lives.alive():
-            return hang
-        last = failures[-1]
-        # No step or generation has followed the last failure. Steps from before it may be reported up to `LATE_S`
-        # later.
-        if last.generation != chapter.number or last.at < self.steps.last_at - LATE_S:
-            return None
-        culprit = events.Culprit(chapter.number, self.steps.newest, 0.0, (), (last.node,), last.what)
-        return ExplainedStandstill(last.at, culprit, self.has_step_numbers)
-
-    @property
-    def _blamed_standstill(self) -> ExplainedStandstill | None:
-        """The present standstill, if a node has found whom the others wait for."""
+        """The present standstill, if a node has found whom the others wait for; None: steps are made, or not known."""
         course = self.generations.newest_course
         since = course.stands_since if course is not None else None
         # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
@@ -230,7 +216,7 @@ class Story:
         The leader publishes a cause in its own words. Add what only the story knows: whom the last generation waited
         for, who joined on this occasion, who was slow, whether etcd was replaced.
         """
-        cause, kind, stand = event.cause, event.kind, self._blamed_standstill
+        cause, kind, stand = event.cause, event.kind, self.standstill
         if kind == "start" and self.run.fresh_at >= before.begin:
             cause = "etcd had died, and a fresh one was started"
         elif kind == "start":
@@ -275,7 +261,7 @@ class Story:
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
-        stand = self._blamed_standstill
+        stand = self.standstill
         # The nodes that wait for the blamed one had made one step more. It does not end the standstill.
         ahead = stand is not None and node not in stand.culprit.nodes and event.step == stand.culprit.step + 1
         # A file leaves out most `Step` events, so progress may be news.

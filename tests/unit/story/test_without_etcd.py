@@ -13,7 +13,7 @@ from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.fold import cause_of
 from elasticrt.story.report import as_object, report, summary
-from elasticrt.story.sentences import doing, now_at, state
+from elasticrt.story.sentences import now_at, state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 AWAY: list[Entry] = [
@@ -46,19 +46,6 @@ def test_times_without_etcd_are_summed_up():
     assert [6.0, "bad", "etcd did not answer for 3.5 s"] in board(told, 30.0)["sentences"]
     assert "etcd did not answer once, for 2.5 s" in summary(story([entry for entry in BACK if entry[1] == "b"]))
     assert not any("etcd" in line for line in report(story(THREE_STEPS), 30.0))
-
-
-def test_what_fails_while_etcd_is_away_is_told_at_once():
-    """No generation can follow it; until one does all views say why no step is made."""
-    ended = events.WorkerEnded(1, 1, 12, -9, DEATH)
-    told = story([*AWAY, (8.0, "b", ended)])
-    assert state(told, 10.0).startswith(f"no step for 2 s after step 1: {DEATH}; etcd has not answered for 4 s")
-    assert (doing(told), told.standstill_s(10.0)) == ("stands still", 2.0)
-    assert DEATH in now_at(told, 10.0)
-    followed = story([*BACK, (8.0, "b", ended), (10.0, "a", begun(2, "a", "failure", DEATH))])
-    assert (state(followed, 11.0), followed.generations.newest.cause) == ("running", DEATH)
-    beside = events.WorkerEnded(0, 1, 12, -9, DEATH)
-    assert state(story([*THREE_STEPS, (8.0, "b", beside)]), 10.0) == "running", "a newcomer's stops nobody"
 
 
 def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
