@@ -35,6 +35,10 @@ class Story:
 
     def __init__(self) -> None:
         self.clocks = Clocks()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with a story in which nothing has happened."""
         self.run = Run()
         self.generations = Generations()
         self.lives = Lives(self.generations.courses)
@@ -148,12 +152,11 @@ class Story:
     def fold(self, record: events.Record) -> float:
         """Fold `record` into the story. Returns when it happened."""
         at, event = self.clocks.when(record), record.event
+        # The run is run `--again` after a success. An agent that joins while the others end is no new beginning.
+        if isinstance(event, events.AgentStarted) and self.run.succeeded and not self.lives.alive():
+            self._begin()
         self.begin, self.last = min(self.begin or at, at), max(self.last, at)
         life = self.lives.author(record, at)
-        # The run is run `--again` after a success.
-        if isinstance(event, events.AgentStarted) and self.run.succeeded:
-            for part in (self.generations, self.steps, self.checkpoints):
-                part.begin_again()
         self.run.fold(event, at)
         self.checkpoints.fold(event, at)
         self.generations.fold(event, record.node, at, self.lives.nodes)

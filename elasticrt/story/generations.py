@@ -96,8 +96,6 @@ class Generations:
         # By node: the newest generation with workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
         self.numbers: dict[int, Chapter] = {}  # By number: the generations of `courses`.
-        # How many generations belong to earlier attempts that succeeded.
-        self._done_before = 0
 
     @property
     def newest(self) -> Chapter | None:
@@ -131,10 +129,6 @@ class Generations:
 
     # A new generation.
 
-    def begin_again(self) -> None:
-        """Note that the run is run `--again` after a success: the next generation has no step before."""
-        self._done_before = len(self.all)
-
     def follows(self, number: int) -> tuple[str, ...] | None:
         """The nodes of the newest generation, if a new one with `number` comes right after it; else None."""
         after = self.newest is not None and (self.is_known(number) or number == self.newest.number + 1)
@@ -146,8 +140,7 @@ class Generations:
         if before is not None:
             before.end = at
             self.courses[before.number].over(at)
-            if len(self.all) > self._done_before:
-                step = before.reached if before.first_step is not None else before.step_before
+            step = before.reached if before.first_step is not None else before.step_before
         # A fresh etcd counts from 1 again.
         if self.is_known(event.number):
             self.numbers.clear()

@@ -80,10 +80,6 @@ class Steps:
             if own_s:
                 self.work.setdefault(rank, Series(WORK_MAX)).add((at, own_s))
 
-    def begin_again(self) -> None:
-        """Note that the run is run `--again` after a success: its steps are new ones, not repeated ones."""
-        self.highest = 0
-
 
 @dataclass
 class Checkpoints:
@@ -121,7 +117,3 @@ class Checkpoints:
     def passed_over(self, resumed_from: int) -> None:
         """Note that those after the step `resumed_from` could not be used."""
         self.newest = min(self.newest, resumed_from)
-
-    def begin_again(self) -> None:
-        """Note that the run is run `--again` after a success: it begins without a checkpoint."""
-        self.newest, self.newest_at = 0, None
