@@ -6,16 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli import run
 from elasticrt.cli.configure import configure as configure_run
 from elasticrt.cli.configure import count_workers
-from elasticrt.cli.options import add_command, read
+from elasticrt.cli.options import add_command
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import option, whole
+from elasticrt.option_values import parsed, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.run_options import RunOptions
 
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
 
 # All of them are real processes of one machine, each with its workers.
 NODES_MAX = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """The options that `simulate` has besides those of `run`."""
-
-    nodes: int = option("--nodes N", 2, "start so many nodes", whole(1, NODES_MAX))
 
 
 _OURS = frozenset({
@@ -54,8 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "to all of them."
     )
     epilog = f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}"
-    kinds = (*run.KINDS, SimulateOptions)
-    parser = add_command(subparsers, "simulate", main, text, *kinds, more=more, epilog=epilog)
+    parser = add_command(subparsers, "simulate", main, text, *run.KINDS, more=more, epilog=epilog)
+    number = parsed(whole(1, NODES_MAX), "--nodes", parser.prog)
+    parser.add_argument("--nodes", metavar="N", type=number, default=2, help="start so many nodes (default: 2)")
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
     run.declare_script(parser)
 
@@ -80,7 +73,7 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
                 f"simulate names its nodes itself: node-0, node-1, ... (--{name.replace('_', '-')}). Leave it out"
             )
     faults = tuple(parse_fault(text) for text in arguments.fault)
-    nodes = read(SimulateOptions(), arguments, env).nodes
+    nodes = arguments.nodes
     options = run.options_given(arguments, env, nnodes=(1, nodes + _added(faults)))
     settings, spec = configure_run(options, arguments.script, arguments.arguments, env)
     workers_per_node = count_workers(options.nproc_per_node or 1, env)

@@ -21,7 +21,6 @@ from typing import IO, Any, TextIO
 
 from elasticrt import events
 from elasticrt.ipc.leash import command_of
-from elasticrt.ipc.proc import stat
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.playground import fault_plan, narration
@@ -255,24 +254,13 @@ class _Player:
 
     def _kill_worker(self, rank: int) -> str:
         pid = self._narration.story.generations.worker(rank)
-        agents = [process.pid for process in self._agents.values()]
-        # The pid comes from an event, so by now it may belong to another process.
-        if pid is None or not any(descends(pid, agent) for agent in agents):
+        if pid is None:
             return "no such worker is running: nothing done"
-        # The worker may have ended by itself in this very moment.
-        with suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return f"rank {rank} has ended already: nothing done"
         return f"SIGKILL to pid {pid}"
-
-
-def descends(pid: int, ancestor: int) -> bool:
-    """Whether `ancestor`, or a descendant of it, has started the process `pid`."""
-    while pid > 1:
-        found = stat(pid)
-        pid = 0 if found is None else found.parent
-        if pid == ancestor:
-            return True
-    return False
 
 
 def _event(line: bytes) -> events.Record | bytes:

@@ -16,7 +16,7 @@ def script(tmp_path, monkeypatch):
     """A script to name, and none of our variables in the environment."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    for name in ("ELASTICRT_NNODES", "ELASTICRT_NODES", "ELASTICRT_LOG_DIR", "ELASTICRT_NODE"):
+    for name in ("ELASTICRT_NNODES", "ELASTICRT_LOG_DIR", "ELASTICRT_NODE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -76,9 +76,9 @@ def test_faults_and_a_name_for_the_run():
     assert simulation.run_id
 
 
-def test_options_also_come_from_the_environment():
-    """ELASTICRT_NODES counts, and a node name meant for `run` does not disturb."""
-    assert configured("train.py", env={"ELASTICRT_NODES": "5", "ELASTICRT_NODE": "mine"}).nodes == 5
+def test_a_node_name_in_the_environment_does_not_disturb():
+    """It is meant for `run`."""
+    assert configured("train.py", env={"ELASTICRT_NODE": "mine"}).nodes == 2
 
 
 @pytest.mark.parametrize(
