@@ -105,8 +105,6 @@ class Standstill:
     until: float = math.inf
     # The newest finding about which ranks the others wait for; None: there is none.
     culprit: events.Culprit | None = None
-    # The node that reported this finding first.
-    by: str = ""
 
 
 def is_failure(event: events.WorkerEnded) -> bool:
@@ -142,8 +140,8 @@ class GenerationCourse:
     # The first `Stalled` event that ends this generation as hung, with its time; None: there is none.
     hung: tuple[float, events.Stalled] | None = None
 
-    def fold(self, event: events.Event, node: str, at: float) -> None:
-        """Fold in an event of this generation that `node` has written, and that happened at `at`."""
+    def fold(self, event: events.Event, at: float) -> None:
+        """Fold in an event of this generation, which happened at `at`."""
         match event:
             case events.Committed():
                 self.saved = True
@@ -152,7 +150,7 @@ class GenerationCourse:
             case events.GoesOn():
                 self.goes_on(at)
             case events.Culprit():
-                self.stood_still(event.step, at - event.age_s, event, node)
+                self.stood_still(event.step, at - event.age_s, event)
                 # A rank has been known to be lost for so long, so its failure counts from then.
                 if event.unagreed_s:
                     self.failed_at = min(self.failed_at, at - event.unagreed_s)
@@ -206,14 +204,13 @@ class GenerationCourse:
             self.standstills[-1].until = at
             self.recent_steps.clear()
 
-    def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None, by: str = "") -> None:
+    def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
         """Note that no step was made from `since` on, after `step`.
 
         Args:
             step: the last step before the standstill.
             since: when it was made, in seconds.
             blamed: the finding about which ranks the others wait for; None: there is none yet.
-            by: the node that reports it.
         """
         # A report from before the newest step is out of date. Ranks that wait for the blamed ones may have made one
         # step more, so a finding may be one step behind.
@@ -228,9 +225,7 @@ class GenerationCourse:
         stand = self.standstills[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
         if blamed is not None:
-            # While the reason stays the same, the first node to report it remains the witness.
-            known = stand.culprit is not None and stand.culprit.reason == blamed.reason
-            stand.culprit, stand.by = blamed, stand.by if known else by
+            stand.culprit = blamed
         if self.step:
             self.step, self.step_at = step, stand.since
 

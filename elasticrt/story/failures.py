@@ -35,15 +35,11 @@ class ExplainedStandstill:
     # Whether `culprit.step` counts over the whole run. Else it is the number of optimizer steps of the present
     # processes, and is not shown.
     has_step_numbers: bool = True
-    # The node that does not hear the others, if the finding is one-sided: this node may be the one that is cut off. ""
-    # otherwise.
-    by: str = ""
 
     def sentence(self, now: float) -> str:
         """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
         after = f" after step {self.culprit.step:,}" if self.has_step_numbers else ""
-        seen = f", as {self.by} sees it" if self.by else ""
-        return f"no step for {now - self.since:.0f} s{after}{seen}: {self.culprit.reason}"
+        return f"no step for {now - self.since:.0f} s{after}: {self.culprit.reason}"
 
 
 class Failures:
@@ -109,9 +105,5 @@ class Failures:
             before = before if abs(stand.since - before) < LATE_S else stand.since
             # No shorter than the finding says: the others may have gone on without the node that reports it.
             until = max(min(stand.until, course.over_at, last), stand.since + stand.culprit.age_s)
-            # A finding without a rank, about other nodes that do not answer, is only the view of the node that reports
-            # it.
-            named = stand.culprit.ranks or not stand.culprit.nodes or stand.by in stand.culprit.nodes
-            by = "" if named else stand.by
-            found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers, by), until
+            found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers), until
         return list(found.values())

@@ -201,7 +201,7 @@ class Generations:
             case events.Committed() | events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
                 event.generation in self.courses
             ):
-                self.courses[event.generation].fold(event, node, at)
+                self.courses[event.generation].fold(event, at)
 
     def first_step(self, event: events.FirstStep, node: str, at: float, *, highest: int, told: Set[str]) -> bool:
         """Note the first step of `node` in the newest generation. The `highest` step of the run may be a later one.

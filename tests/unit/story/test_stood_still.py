@@ -463,17 +463,6 @@ def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
     assert (told.generations.newest.cause, len(told.failures.all)) == ("b lost", 1)
 
 
-def test_who_hears_nothing_of_others_is_named_with_what_it_tells():
-    """It may be the one that is cut off: the others have gone on, and its word is as old as it says."""
-    silent = events.Culprit(1, 20, 8.0, (), ("b",), "b does not answer, and rank 0 waits in a collective")
-    cut_off = [*THREE_STEPS, AT_SIX, (8.0, "b", begun(2, "b")), (14.0, "a", silent), (14.5, "b", silent)]
-    sentences = [each.text for each in happened(story(cut_off))]
-    assert f"no step for 8 s after step 20, as a sees it: {silent.reason}" in sentences
-    link = events.Culprit(1, 20, 4.0, (), ("a", "b"), "no data passes between a and b")
-    sentences = [each.text for each in happened(story([*THREE_STEPS, AT_SIX, (10.0, "a", link)]))]
-    assert f"no step for 4 s after step 20: {link.reason}" in sentences
-
-
 def test_a_slow_node_is_told_in_its_generation():
     """In the report, and on the dashboard; until it has caught up."""
     entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
