@@ -102,10 +102,7 @@ def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]
 
     The file is open only while a piece of it is read, because a run may have thousands of files. Raises OSError.
 
-    Args:
-        path: the file.
-        offsets: by file, up to which byte it was read.
-        whole: leave the last line for later if it has no end yet. Otherwise it is read as it is.
+    `offsets` are in bytes. With `whole` the last line is left for later if it has no end yet.
     """
     # `data` is not empty, so that the loop begins: an empty piece means the end of the file.
     begun, data = bytearray(), b" "
@@ -150,10 +147,7 @@ class Sparse:
     def due(self, kind: type[events.Event], line: bytes, at: float) -> bytes:
         """The lines that the file gets after an event: none, one or several.
 
-        Args:
-            kind: of the event.
-            line: its line.
-            at: when it was written, in seconds.
+        `at` is when its line was written, in seconds.
         """
         self._began = at if self._began is None else self._began
         if kind not in OFTEN:
@@ -177,10 +171,7 @@ class EventLog:
     While the file cannot be written to, because the disk is full for instance, the newest lines are kept, and each
     event tries again to write them.
 
-    Args:
-        node: the node's name.
-        directory: the run's directory; None: there is no file.
-        fd: a descriptor that gets every event as well; -1 for none.
+    Without a `directory` there is no file. `fd` is a descriptor that gets every event as well; -1 for none.
     """
 
     def __init__(self, node: str, directory: Path | None, fd: int = -1) -> None:

@@ -52,11 +52,7 @@ def configure(
 ) -> tuple[Settings, RunSpec]:
     """This agent's settings, and the spec that it must agree on with the others of its run. Raises ConfigError.
 
-    Args:
-        options: with torchrun's flags translated.
-        script: the training script, a module or a program; None if none is given.
-        arguments: the script's arguments.
-        env: the agent's environment.
+    torchrun's flags are translated in `options` already.
     """
     from elasticrt.spec import RunSpec
 
@@ -172,10 +168,8 @@ def _new_run_id() -> str:
 def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
     """The number of workers on this node. GPUs are counted by their device files, without importing torch.
 
-    Args:
-        wanted: --nproc-per-node. Without a GPU, "auto" means one worker for each CPU, as under torchrun, and None one
-            worker. "gpu" without a GPU raises ConfigError.
-        env: the agent's environment.
+    Without a GPU, "auto" means one worker for each CPU, as under torchrun, and None one worker. "gpu" raises
+    ConfigError then.
     """
     if isinstance(wanted, int):
         return wanted

@@ -39,11 +39,9 @@ def line(name: str, finding: Finding) -> str:
 
 
 def _judged(said: str, *troubles: tuple[object, Level, str, str]) -> Finding:
-    """The finding of the first trouble that is there; "ok" without any.
+    """What was `said`, with the first trouble that is there; "ok" without any.
 
-    Args:
-        said: what was seen.
-        troubles: in the order of importance: whether it is there, its level, what is appended to `said`, the remedy.
+    A trouble is: whether it is there, its level, what is appended to `said`, the remedy.
     """
     for there, level, more, remedy in troubles:
         if there:
@@ -75,14 +73,8 @@ def etcd(
 ) -> Finding:
     """Judge an etcd, and the times of a read and a write. An etcd that reports troubles was asked for neither.
 
-    Args:
-        where: its address.
-        server: what it says of itself.
-        read_s: the time of a read.
-        write_s: the time of a write.
-        own: whether it was started for this look.
-        open_to_all: whether it is on another machine, without TLS and login.
-        refused: the key prefix of doctor's own, if this user may not write below it.
+    `own` is one that was started for this look, `open_to_all` one on another machine without TLS and login. `refused`
+    is the key prefix of doctor's own, if this user may not write below it.
     """
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
@@ -106,15 +98,7 @@ def etcd(
 
 
 def address(own: str, why: str, interface: str, told: str | None, interfaces: Mapping[str, Collection[str]]) -> Finding:
-    """Judge the address that an agent would publish.
-
-    Args:
-        own: the address.
-        why: why this one.
-        interface: the interface that has it; "": none does.
-        told: GLOO_SOCKET_IFNAME, if it is set.
-        interfaces: the interfaces of this machine with their addresses.
-    """
+    """Judge the address that an agent would publish. `told` is GLOO_SOCKET_IFNAME, if it is set."""
     variable, known = f"; GLOO_SOCKET_IFNAME is {told}", ", ".join(sorted(interfaces))
     return _judged(
         f"{own} on {interface or 'no interface'}: {why}",
@@ -132,15 +116,7 @@ def loopback(error: str) -> Finding:
 
 
 def names(host: str, addresses: Collection[str], back: str, error: str, seconds: float) -> Finding:
-    """Judge this machine's name.
-
-    Args:
-        host: the name.
-        addresses: the addresses that it resolves to.
-        back: the name that the machine's own address resolves to.
-        error: why the name does not resolve.
-        seconds: how long resolving took.
-    """
+    """Judge this machine's name. `back` is the name that its own address resolves to."""
     return _judged(
         f"{host} is {', '.join(sorted(addresses)) or 'unknown'}; its address is called {back or 'nothing'}",
         (error, "warn", f": {error}; nodes need no names, scripts may", "Add it to DNS or /etc/hosts"),
@@ -174,15 +150,7 @@ def shared_memory(total: int, free: int) -> Finding:
 
 
 def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) -> Finding:
-    """Judge hard limits; -1 is unlimited.
-
-    Args:
-        files: open files.
-        needed: how many of them an agent needs.
-        processes: processes and threads.
-        locked: bytes of locked memory.
-        rdma: whether the machine has InfiniBand or the like, which locks memory.
-    """
+    """Judge hard limits; -1 is unlimited. An agent needs `needed` open files. `rdma` devices lock memory."""
     shown = ["unlimited" if each < 0 else f"{each:,}" for each in (files, processes, locked)]
     return _judged(
         "open files {}, processes {}, locked memory {}".format(*shown),
@@ -198,15 +166,7 @@ def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) 
 
 
 def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float) -> Finding:
-    """Judge the checkpoint directory.
-
-    Args:
-        directory: its path.
-        error: why it cannot be written to.
-        kind: the type of its file system.
-        free: free bytes.
-        flush_s: how long it takes to flush a file.
-    """
+    """Judge the checkpoint directory. `kind` is the type of its file system, `error` why it cannot be written to."""
     whose = "storage that nodes can share" if SHARED.fullmatch(kind) else "this node's own disk"
     if error:
         return Finding("fail", f"{directory}: {error}", "Name a directory that every node can write to")

@@ -36,17 +36,7 @@ def add_command(
     more: str = "",
     epilog: str = "",
 ) -> argparse.ArgumentParser:
-    """Register a command.
-
-    Args:
-        subparsers: all commands.
-        name: the word for it.
-        act: carries it out and returns its exit code.
-        text: what it does, in one clause.
-        kinds: dataclasses of its options.
-        more: what its own help says below the clause.
-        epilog: the end of its help, with an example.
-    """
+    """Register a command with the options of `kinds`. `text` says in a clause what it does, `more` stands below it."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=text,

@@ -74,9 +74,7 @@ class Ledger:
     def open(self, start: str, position: Position) -> None:
         """The loop is entered: begin this rank's file.
 
-        Args:
-            start: the name of this start of the training, the same on all ranks.
-            position: where the training begins or resumes.
+        `start` is the name of this start of the training, the same on all ranks. It begins or resumes at `position`.
         """
         rank, world_size = rank_and_world()
         if self._directory is None or self._sampler is None:

@@ -19,20 +19,12 @@ STATUS_EVERY_S = 5.0
 
 
 class Narration:
-    """Turns the events of one simulation into lines.
-
-    Args:
-        started_at: when the simulation began.
-
-    Attributes:
-        story: of the run.
-        ended: the agents' exit codes by node (negative: signal).
-    """
+    """Turns the events of one simulation, which began at `started_at`, into lines."""
 
     def __init__(self, *, started_at: float) -> None:
         self.story = Story()
         self.started_at = started_at
-        self.ended: dict[str, int] = {}
+        self.ended: dict[str, int] = {}  # The agents' exit codes by node (negative: signal).
         self._changes = Changes(self.story)
         # Whether the result was printed.
         self._ended = False

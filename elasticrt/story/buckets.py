@@ -205,13 +205,7 @@ class GenerationCourse:
             self.recent_steps.clear()
 
     def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
-        """Note that no step was made from `since` on, after `step`.
-
-        Args:
-            step: the last step before the standstill.
-            since: when it was made, in seconds.
-            blamed: the finding about which ranks the others wait for; None: there is none yet.
-        """
+        """Note that no step was made from `since` on, after `step`. `blamed` is the finding about it, if any."""
         # A report from before the newest step is out of date. Ranks that wait for the blamed ones may have made one
         # step more, so a finding may be one step behind.
         if step + (blamed is not None) < self.step:
@@ -322,9 +316,7 @@ class LifeSpans:
     def spans_until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
         """All spans of the life up to `end`, without changing it.
 
-        Args:
-            end: up to when, in seconds since 1970.
-            lost: whether the node was lost then. In this case it has trained for as long as the others.
+        A node that was `lost` then has trained for as long as the others.
         """
         known = copy(self)
         known._spans = list(self._spans)
@@ -371,10 +363,8 @@ class LifeSpans:
         After a failure of this node's worker, the others stand still too until they agree on the next generation: that
         part is `agree`. The rest is `standby` or `waiting for nodes`, by what the others do.
 
-        Args:
-            end: up to when.
-            until: the generation that ends the time without a seat, or that runs without this node as well; None: the
-                time still lasts.
+        `until` is the generation that ends the time without a seat, or that runs without this node as well; None: the
+        time still lasts.
         """
         if self._mode == "ready" and (until is None or until.number == self._newest + 1):
             stands_by = until is None or isinstance(until, events.StandsBy)
@@ -395,12 +385,7 @@ class LifeSpans:
         self._marks, self._painted = (), ()
 
     def _left_out(self, at: float, last: float) -> None:
-        """The others have gone on without this node.
-
-        Args:
-            at: when this node has learned that.
-            last: when its last step was made.
-        """
+        """The others have gone on without this node, as it learns `at` this time. Its `last` step was made then."""
         if self._mode == "training":
             self._train_to(last if self._failed_at is None else min(last, self._failed_at))
             self._paint_to(min(at, self._newest_course.over_at), DETECT)
@@ -511,9 +496,7 @@ class LifeSpans:
     def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
         """Paint training up to the last step, made at `end`, and after it the time until the change was known.
 
-        Args:
-            end: when the last step was made.
-            phases: milliseconds by phase, from that step on.
+        `phases` are milliseconds, from that step on.
         """
         self._course.still_made_steps(end)
         # Later marks tell of a pause in the time of the detection, too: it stays `detect`.
@@ -524,9 +507,7 @@ class LifeSpans:
     def _paint_piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         """Paint from the cursor to `end`: the amounts, repeated steps, standstills, and training for the rest.
 
-        Args:
-            end: up to when.
-            seconds: the sums by bucket at `end`, in the generation so far. Those at the cursor are subtracted.
+        `seconds` are the sums by bucket at `end`, in the generation so far. Those at the cursor are subtracted.
         """
         if end <= self._cursor:
             return

@@ -89,9 +89,7 @@ def says_nothing(directory: Path) -> ConfigError:
 def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Story, list[str], bool]]:
     """Follow a run's directory. Yields the story, the lines of new events by time, and whether this is the last look.
 
-    Args:
-        directory: the run's directory.
-        over: whether the run is over, by its story.
+    `over` says whether a run is over, by its story.
     """
     fold, last = _DirectoryFold(directory), False
     while not last:

@@ -251,11 +251,8 @@ def pace(story: Story, now: float) -> str:
 def now_at(story: Story, now: float, goodput: float | None = None, *, step: int | None = None) -> str:
     """The state of a run at `now`, in one line that is shown while it changes.
 
-    Args:
-        story: of the run.
-        now: the present.
-        goodput: from 0 to 1; None: not shown. If the story lacks events of other nodes, the line says "here".
-        step: the newest one; None: the story's.
+    `goodput` is from 0 to 1; None: not shown. If the story lacks events of other nodes, the line says "here". `step` is
+    the newest one; None: the story's.
     """
     chapter, step, parts = story.generations.newest, story.steps.newest if step is None else step, []
     if chapter is not None:
