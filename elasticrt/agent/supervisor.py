@@ -833,16 +833,12 @@ class Supervisor:
 
     def _seated_ended(self, event: WorkerEnded) -> None:
         """Take note that a worker of the present generation has ended."""
-        stepped = self.progress.step() is not None
         # In this order: `progress` reads the pages of the seated workers only.
         self.progress.note_last_step()
         self._state = replace(self._state, seated=self._state.seated - {event.local_rank})
         if event.local_rank in self._state.handed_over:
             return
         if event.failure is not None:
-            if self._state.failed_at is None:
-                unmet = self._state.unmet + 1 if event.failure.unmet and not stepped else 0
-                self._state = replace(self._state, unmet=unmet)
             self._failed(event.failure)
         elif event.code == 0 and not self.pages.took_seat(self._state, event.local_rank):
             # The worker had finished its script in the generation before, and never came to the group of its new seat.

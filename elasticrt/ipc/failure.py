@@ -45,7 +45,6 @@ class Failure:
         misfit: whether the worker's script differs from the run's. Then its node leaves, which costs no restart.
         stalled: whether no process ended, but no step was made for too long.
         killed: whether a signal has ended the worker after a step of its own, and that is the cause.
-        unmet: whether the worker could not reach another one. In a node's report: in several generations in a row.
         early: a digest of the error and its place if it came before the first step; otherwise "". An error that comes
             twice there will come again.
         beats: steps of the run that the worker had finished; in a script without a Loop, its optimizer steps.
@@ -61,7 +60,6 @@ class Failure:
     misfit: bool = False
     stalled: bool = False
     killed: bool = False
-    unmet: bool = False
     early: str = ""
     beats: int = 0
     loaded: int = 0
@@ -122,7 +120,6 @@ _OF_GLOO = re.compile(
 )
 """In a message: the place in gloo's source, and gloo's advice to read the logs of another worker."""
 
-_ANNOUNCED = re.compile(r"remote=\[([^\]]+)\]|connect to ([0-9a-f.:]+)<|address of \(([^,)]+),", re.IGNORECASE)
 # Signs of torch's communication in a traceback.
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
 
@@ -147,12 +144,6 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
 def in_words(message: str) -> str:
     """The message of an error, without its parts that say nothing about the error."""
     return _OF_GLOO.sub("", message)
-
-
-def announced_address(message: str) -> str:
-    """The address at which another worker was not reached; "" if the message does not have it."""
-    found = _ANNOUNCED.search(message)
-    return next(filter(None, found.groups()), "") if found else ""
 
 
 def is_of_a_collective(exception: str, message: str, callstack: str = "") -> bool:

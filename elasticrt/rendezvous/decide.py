@@ -424,10 +424,6 @@ def _after_failure(context: LeaderContext, failed: list[Stored[Report]]) -> Deci
         until = context.failed_since + COLLATERAL_GRACE_S
         if context.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
-        # All agents have just answered at the addresses in their keys, and still the workers cannot reach each other
-        # there. Another generation would not change that.
-        if failure.unmet and last is None:
-            return Finish(failure.summary, "failed", EXIT_WORKERS, failure.text)
     if last is not None:
         retry = _save_then_end(context, last)
         fewer = isinstance(retry, Publish) and retry.draft.world_size < context.generation.world_size

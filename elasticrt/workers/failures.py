@@ -22,7 +22,6 @@ from elasticrt.ipc.failure import (
     TRACEBACK,
     Failure,
     FinalCode,
-    announced_address,
     exceptions_in,
     first_cause,
     in_words,
@@ -79,8 +78,10 @@ EXITS_OF_SHELLS = (126, 127)
 EXIT_USAGE = 2
 
 HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
-# Workers that do not reach each other in so many generations in a row, although their agents do, never will.
-UNMET_MAX = 2
+HOW_TO_MEET = (
+    "another worker is out of reach at the address that it announced. Check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+    "on all nodes, or give each node's own address with --local-addr"
+)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
     message = left.start_error or left.lost or found.message
     how, place = _how_it_ended(left, found, message), f"rank {worker.rank} on {worker.node}"
     unmet = collateral and NEVER_MET.search(message) is not None
-    advice = _how_to_meet(message) if unmet else "" if collateral else _of_gpu(found, left)
+    advice = HOW_TO_MEET if unmet else "" if collateral else _of_gpu(found, left)
     final = _final_code(found, left)
     return Failure(
         rank=worker.rank,
@@ -165,7 +166,6 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         final_code=final,
         misfit=found.kind == _MISFIT,
         killed=left.code < 0 and bool(left.stepped) and not collateral,
-        unmet=unmet,
         early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,
         loaded=left.loaded,
@@ -274,13 +274,12 @@ def stalled_failure(*, node: str, generation: int, message: str, stacks: Mapping
     )
 
 
-def failure_of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
+def failure_of_node(failures: Sequence[Failure], ended: Sequence[str] = ()) -> Failure:
     """The failure that a node reports for all its workers: the first cause in full, and a line for each other failure.
 
     Args:
         failures: the failures of this node's workers, in the order of time; at least one.
         ended: descriptions of workers that have ended with code 0, as in `first_cause`.
-        unmet: for how many generations in a row workers of this node could not reach the others.
     """
     cause = first_cause(failures, ended)
     assert cause is not None, "there is a failure to report"
@@ -291,7 +290,6 @@ def failure_of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, u
     return replace(
         cause,
         text="\n".join(lines),
-        unmet=unmet >= UNMET_MAX,
         beats=max(each.beats for each in failures),
         loaded=max(each.loaded for each in failures),
     )
@@ -316,15 +314,6 @@ def _innermost(message: str) -> str:
     found = _NESTED.match(message)
     inner = exceptions_in(message)[-1:] if found else []
     return f"{inner[0][1]} ({found[1]})" if found and inner else in_words(message)
-
-
-def _how_to_meet(message: str) -> str:
-    """What to do when a worker could not reach another one at its announced address."""
-    address = announced_address(message)
-    return (
-        f"another worker is out of reach{f' at the address {address}, which it announced' if address else ''}. Check "
-        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on all nodes, or give each node's own address with --local-addr"
-    )
 
 
 def _in_error_file(content: str) -> Raised:

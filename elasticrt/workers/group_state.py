@@ -29,7 +29,6 @@ class GroupState:
         failures: the failures of the other workers, in the order of time.
         failed_at: when the first worker failed, in seconds of the monotonic clock; None while none has, and once the
             generation has been replaced.
-        unmet: for how many generations in a row, up to this one, workers here could not reach the others.
         holding: the create revision of the handover for which the workers hold; 0 for none.
         entered: the furthest step that a worker had entered when the workers were told to hold.
         going: the step after which the workers leave; 0 while it is not agreed.
@@ -47,7 +46,6 @@ class GroupState:
     ended_well: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     failed_at: float | None = None
-    unmet: int = 0
     holding: int = 0
     entered: int = 0
     going: int = 0
@@ -57,7 +55,7 @@ class GroupState:
         """Return the state after new workers of `generation` were started for all places of a `seat`."""
         ranks = {rank: seat.rank_offset + rank for rank in range(seat.workers)}
         seated = frozenset(ranks)
-        return GroupState(generation.number, generation, seat, True, seated, ranks, unmet=self.unmet)
+        return GroupState(generation.number, generation, seat, True, seated, ranks)
 
     def went_on(
         self, generation: Generation, seat: Seat, ranks: Mapping[int, int], pids: Mapping[int, int], now_ns: int
@@ -104,7 +102,7 @@ class GroupState:
         # nothing.
         if self.failures:
             ended = [f"rank {rank} on {seat.node}" for rank in self.ended_well]
-            failure = failure_of_node(self.failures, ended, unmet=self.unmet)
+            failure = failure_of_node(self.failures, ended)
             return Report(**where, status="failed", failure=failure, memory=kept, **living)
         if len(self.handed_over) == seat.workers:
             return Report(**where, status="held", handover=self.holding, memory=kept)

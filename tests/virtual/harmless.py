@@ -38,10 +38,6 @@ HARMLESS: dict[str, str] = {
     ),
     "_after_failure without: failure.collateral": _FOR_PEOPLE,
     "_after_failure without: context.now < until": _FOR_PEOPLE,
-    "_after_failure without: failure.unmet and last is None": (
-        "harmless because the budget of restarts ends such a run as well, only later, and with a less helpful reason; "
-        "test_workers_that_never_meet watches the rule."
-    ),
     "_after_failure without: failure.stalled and len(failed) < len(context.seats)": _FOR_PEOPLE,
     "_after_failure without: pending_seats and context.now < until": (
         "harmless because a restart from an older copy costs steps, and no promise is made of how many; "

@@ -395,23 +395,6 @@ def test_a_store_that_lost_its_data_before_the_first_generation_stops_the_run() 
     assert ended.code == 4
 
 
-def test_workers_that_never_meet() -> None:
-    """N13: agents that reach each other while their workers do not, once more, end the run; a real cause goes first."""
-    world = running(2, max_restarts=50)
-    unmet = Failure(rank=0, code=1, collateral=True, summary="out of reach", text="how to meet", unmet=True)
-    world.members["n0"].report("failed", unmet)
-    world.pass_time(1.0)
-    ended = world.members["n0"].ended
-    assert isinstance(ended, End)
-    result = ended.result
-    assert (result.status, result.code, result.reason, result.text) == ("failed", 1, "out of reach", "how to meet")
-    world = running(2, max_restarts=50)
-    world.members["n0"].report("failed", unmet)
-    world.members["n1"].report("failed", Failure(rank=1, code=1, collateral=False, summary="a real cause"))
-    world.settle()
-    assert world.members["n0"].ran[-1][0].cause == "a real cause"
-
-
 def test_a_node_that_leaves_while_another_generation_is_made_has_left() -> None:
     """L1: it has a seat in one that it has not heard of; it gives that up, and nobody takes it for lost."""
     world = running(3)
