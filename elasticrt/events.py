@@ -266,8 +266,8 @@ class Stalled(Event):
 class Culprit(Event):
     """Steps stand still, and it is known whom the others wait for. It ends nothing.
 
-    The node of rank 0 finds it, or another node if that one does not answer. The other nodes hear it from there, and
-    write it as well. A run's only rank is named, too, when it makes no step.
+    The node of rank 0 finds it. The other nodes hear it from there, and write it as well. A run's only rank is named,
+    too, when it makes no step.
     """
 
     generation: int  # The generation.
@@ -276,8 +276,6 @@ class Culprit(Event):
     ranks: tuple[int, ...]  # The global ranks that are waited for; none if no rank is behind the others.
     nodes: tuple[str, ...]  # Their nodes, or nodes that do not answer.
     reason: str  # What those ranks do, where in the script, and where the others wait.
-    # For how many of these seconds a rank was known to be lost while no new generation could be agreed.
-    unagreed_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class Agent(WorkerSide):
         member, view, node = self.member, self.member.view, self.member.me.record.node
         self._set_up_beside()
         elsewhere = [other for other in view.ended_nodes if other != node]
-        self.supervisor.do_what_is_due(now, elsewhere, leaves=member.me.record.draining, unagreed=self._unagreed)
+        self.supervisor.do_what_is_due(now, elsewhere, leaves=member.me.record.draining)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
@@ -250,13 +250,6 @@ class Agent(WorkerSide):
         if self.console.narrates:
             at = doing(member.me, view, self._decision, workers=self.supervisor.doing(), drain_until=self.drain_until)
             self.console.tick(now, at, self.supervisor.progress.step(), view.head)
-
-    @property
-    def _unagreed(self) -> str:
-        """Why the nodes can agree on nothing now, as far as this agent has noticed; "" if they can."""
-        if self.member.outage.problem:
-            return "etcd does not answer"
-        return "etcd takes no writes" if self.member.outage.refused_since is not None else ""
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask other agents for their workers' positions, if it is time. Their answers arrive as one `Positions`."""

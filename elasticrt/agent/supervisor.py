@@ -223,14 +223,13 @@ class Supervisor:
 
     # Deadlines.
 
-    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool, unagreed: str = "") -> None:
+    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool) -> None:
         """End workers that are late at `now`, start missing workers, and look for hangs.
 
         Args:
             now: seconds of the monotonic clock.
             elsewhere: other nodes on which some workers of the generation have ended with code 0.
             leaves: whether this node is draining.
-            unagreed: why the nodes cannot agree on another generation now; "" if they can.
         """
         self._check.look(now)
         self._kill_overdue(now)
@@ -249,9 +248,6 @@ class Supervisor:
                 # `progress` event, so the supervisor writes one now instead of at the next interval.
                 self.progress.look_and_write()
             self.hangs.ask_if_stalled(now)
-        failed_at = self._state.failed_at
-        if failed_at is not None and not self._state.hung:
-            self.hangs.search.look_for_agreement(now, failed_at, unagreed, ask_s=self._ask_s)
         self._look_for_laggards(now, elsewhere)
         self.hangs.search.renew_answer(now)
 
@@ -336,12 +332,7 @@ class Supervisor:
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes the agent should ask at `now` for their workers' positions; 0 for none."""
         due = self.hangs.search.is_to_ask(now, first=self.is_first)
-        return self._state.number if due and self._is_in_seat else 0
-
-    @property
-    def _is_in_seat(self) -> bool:
-        """Whether workers of the present generation run here, or have failed."""
-        return self._state.running or self._state.failed_at is not None
+        return self._state.number if due and self._state.running else 0
 
     @property
     def is_first(self) -> bool:
@@ -374,22 +365,15 @@ class Supervisor:
             nodes: the addresses of the generation's nodes, by name, as far as this node knows them.
             others: the answers of the agents that were asked, by node.
         """
-        if not self._is_in_seat or generation != self._state.number:
+        if not self._state.running or generation != self._state.number:
             return
         now = self._clock.monotonic()
         said = {node: each for node, each in others.items() if each.get("generation") == generation}
-        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         if not self.is_first:
             for answer in said.values():
                 self.hangs.search.adopt_finding(now, answer)
-            generation_known = self._state.generation is not None and len(self._names) == self._state.generation.nodes
-            first = self._names[0] if generation_known else ""
-            # Rank 0's node does not answer, so it tells no finding. As long as etcd answers, the leader fences a silent
-            # node. While etcd is away nobody can, so this agent reports the silence itself.
-            if first in nodes and first not in said:
-                asked = {node: nodes[node] for node in (first, self._settings.node) if node in nodes}
-                self.hangs.search.find_culprit(now, asked, {}, reached, last=True)
             return
+        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
         self.hangs.search.find_culprit(now, nodes, said, reached)
         self.hangs.search.compare(said)
 

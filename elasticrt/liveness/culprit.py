@@ -189,23 +189,6 @@ def find(
     return _cut_link(all_ranks, names or {}) or _out_of_order(all_ranks) or _odd_one_out(all_ranks)
 
 
-def unagreed(silent: Sequence[str], failed: Sequence[str], why: str) -> Culprit:
-    """The finding after a loss when the nodes cannot agree on another generation.
-
-    Args:
-        silent: the nodes that do not answer.
-        failed: the summaries of the failures of workers, as far as they are known.
-        why: why no generation can be agreed, in words.
-    """
-    lost = [_do_not_answer(silent)] if silent else []
-    reason = f"{'; '.join([*failed[:RANKS_MAX], *lost])}, and no new generation can be agreed: {why}"
-    return Culprit((), tuple(silent), reason)
-
-
-def _do_not_answer(nodes: Sequence[str]) -> str:
-    return f"{' and '.join(nodes)} {'does' if len(nodes) == 1 else 'do'} not answer"
-
-
 def _rests(position: Position) -> bool:
     """Whether a rank is in `loop.pause` or between two epochs, and in no library that explains its wait."""
     return not position.stepping and position.doing in ("code", "")
@@ -239,7 +222,8 @@ def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Cu
     """The finding when nodes do not answer `own`. If another node reaches each of them, the links are to blame."""
     lost = [node for node, witness in silent.items() if not witness]
     if lost:
-        return Culprit((), tuple(lost), f"{_do_not_answer(lost)}, and {_waiting(waiting, '')}")
+        verb = "does" if len(lost) == 1 else "do"
+        return Culprit((), tuple(lost), f"{' and '.join(lost)} {verb} not answer, and {_waiting(waiting, '')}")
     links = [f"{own} and {node}" for node in silent]
     signs = [f"{witness} reaches {node}" for node, witness in silent.items()]
     reason = f"{_link(links)}: {' and '.join(signs[:LINKS_MAX])}, and {own} does not; {_waiting(waiting, '')}"

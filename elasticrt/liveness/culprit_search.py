@@ -18,7 +18,7 @@ from elasticrt.ipc.proc import unacknowledged
 from elasticrt.ipc.time_bounds import BLAME_AGAIN_S, CLOSER_S, COMPARE_S, FIRST_STEP_S, LOOK_IDLE_S
 from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
-from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, unagreed
+from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, main_thread
 from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, WatchedStandstill
 from elasticrt.liveness.step_watch import StepWatch, last_ns, step_of
@@ -26,9 +26,6 @@ from elasticrt.liveness.straggler import Comparison, GradientWaits
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
-
-# A `WatchedStandstill.step` for a wait that is no stand of steps: after a loss, no other generation can be agreed.
-UNAGREED = -1
 
 
 class CulpritSearch:
@@ -62,8 +59,6 @@ class CulpritSearch:
         self._blamed: dict[str, float] = {}
         # The step, the look and the key of the last finding that was written as an event.
         self._written = 0, 0, ""
-        # Since when a loss is known after which no other generation can be agreed, and why not; "" if one can.
-        self._unagreed = 0.0, ""
         # When the newest step had ended, as of the last closer look.
         self._last_at = 0.0
         # The step after which no other one came, if that was printed, and when that step had ended.
@@ -112,23 +107,6 @@ class CulpritSearch:
         if self._standstill.looks > before.looks:
             self._workers.ask_for_stacks(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
         return before.looks > 0 and before.step != step
-
-    def look_for_agreement(self, now: float, failed_at: float, why: str, *, ask_s: Iterable[float]) -> None:
-        """After a loss, plan questions to other nodes about what was lost, if the nodes cannot agree on a generation.
-
-        Args:
-            now: seconds of the monotonic clock.
-            failed_at: when workers of this node have failed, or have lost their group.
-            why: why no other generation can be agreed; "" if one can.
-            ask_s: the seconds from a look to each question to other nodes.
-        """
-        if not why:
-            self._unagreed = failed_at, why
-            return
-        if self._standstill.step != UNAGREED:
-            self.positions, self._culprit = (), None
-        self._unagreed, self._last_at = (failed_at, why), self._last_at or failed_at
-        self._standstill = self._standstill.looked(UNAGREED, failed_at, now, CLOSER_S, ask_s)
 
     def _report_going_on(self, generation: int, stood_s: float) -> None:
         """Say that steps are made again after `stood_s` seconds, if the stand was reported."""
@@ -181,7 +159,7 @@ class CulpritSearch:
             self._compare_at = now + COMPARE_S
             return True
         before, self._standstill = self._standstill, self._standstill.without_due_questions(now)
-        return before != self._standstill and bool(self.positions or self._unagreed[1])
+        return before != self._standstill and bool(self.positions)
 
     def renew_answer(self, now: float) -> None:
         """Renew `answer`, if that is due at `now`."""
@@ -194,9 +172,7 @@ class CulpritSearch:
         # A worker may write its collectives a moment after its stack. So the positions are completed with each look.
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
-        found: dict[str, object] = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
-        if failed := [each.summary for each in state.failures if not each.collateral]:
-            found["failed"] = failed[0]
+        found = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
         self.answer = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
@@ -220,8 +196,6 @@ class CulpritSearch:
         nodes: Mapping[str, str],
         others: Mapping[str, Mapping[str, object]],
         reached: Mapping[str, str],
-        *,
-        last: bool = False,
     ) -> None:
         """Find the ranks for which the others wait, and report them.
 
@@ -232,18 +206,8 @@ class CulpritSearch:
             nodes: the address of each node that was asked, and of this node, by name.
             others: the other agents' answers, by node.
             reached: the nodes that have not answered, each with another node that reaches it.
-            last: whether another question would bring nothing new.
         """
-        own, why = self._workers.settings.node, self._unagreed[1]
-        if why:
-            silent_ones = [node for node in nodes if node != own and node not in others]
-            failed = [said for each in (self.answer, *others.values()) if isinstance(said := each.get("failed"), str)]
-            if not (silent_ones or failed):
-                failed = [each.summary for each in self._workers.state().failures[:1]]
-            # The detector does not look at the steps after a failure.
-            step = max(map(step_of, self._workers.pages()), default=self._steps.detector.step)
-            self._report(now, replace(unagreed(silent_ones, failed, why), step=step))
-            return
+        own = self._workers.settings.node
         if not self.positions:
             return
         by_node: dict[str, Sequence[Position]] = {own: self.positions, **dict(positions_in(others))}
@@ -254,7 +218,7 @@ class CulpritSearch:
             # A single worker waits for nobody, so its slowness has no other witness. A script without a Loop may
             # evaluate between two steps, and a first step may take long: no step is expected of it then.
             by_node[own] = [replace(each, stepping=False) for each in self.positions]
-        culprit = find(by_node, silent, names, own, again=bool(self._standstill.ask_at) and not last, alone=alone)
+        culprit = find(by_node, silent, names, own, again=bool(self._standstill.ask_at), alone=alone)
         pause_s = STANDING_FACTOR * statistics.median_low(self._steps.pauses_s) if self._steps.pauses_s else math.inf
         age_s = now - self._last_at
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
@@ -266,7 +230,7 @@ class CulpritSearch:
         Nothing is reported unless the steps of this node's workers stand still too.
         """
         found = answer.get("culprit")
-        if not (self.positions or self._unagreed[1]) or not isinstance(found, dict):
+        if not self.positions or not isinstance(found, dict):
             return
         try:
             self._report(now, typed(Culprit, found))
@@ -281,10 +245,9 @@ class CulpritSearch:
         # Questions for `compare` bring the same finding again. Its event is written once for each closer look.
         if found != self._written:
             self._written = found
-            (failed_at, why), number = self._unagreed, self._workers.state().number
-            unagreed_s = round(now - failed_at, 1) if why else 0.0
+            number = self._workers.state().number
             self._workers.event_log.write(
-                events.Culprit(number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason, unagreed_s)
+                events.Culprit(number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
             )
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now

@@ -151,9 +151,6 @@ class GenerationCourse:
                 self.goes_on(at)
             case events.Culprit():
                 self.stood_still(event.step, at - event.age_s, event)
-                # A rank has been known to be lost for so long, so its failure counts from then.
-                if event.unagreed_s:
-                    self.failed_at = min(self.failed_at, at - event.unagreed_s)
             case events.Stalled():
                 self.stood_still(event.step, at - event.age_s)
                 self.hung = self.hung or ((at, event) if event.final else None)

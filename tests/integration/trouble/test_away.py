@@ -126,7 +126,7 @@ def test_connections_that_break_all_the_time(tmp_path: Path, etcd: EtcdServer) -
 
 @pytest.mark.slow
 def test_a_worker_dies_during_an_outage(tmp_path: Path, etcd: EtcdServer) -> None:
-    """E02, W02: a worker is killed while etcd is away: nothing can be agreed, which both nodes tell; then all go on."""
+    """E02, W02: a worker is killed while etcd is away: nothing can be agreed; then all go on."""
     with Stepping(tmp_path, *_options(etcd)) as run:
         run.start_many(["n0", "n1"])
         run.wait_for_commits(1)
@@ -135,8 +135,6 @@ def test_a_worker_dies_during_an_outage(tmp_path: Path, etcd: EtcdServer) -> Non
         kill(run.holder_of_rank(1).worker_pids()[1])
         run.wait("both workers have ended", lambda: len(run.events("worker_ended")) == 2)
         run.wait_for_silence(3.0)
-        run.wait("both nodes tell of it", lambda: len({each["node"] for each in run.events("culprit")}) == 2)
-        assert all("rank 1 on" in each["reason"] and each["unagreed_s"] >= 3 for each in run.events("culprit"))
         assert run.started() == [1]
         etcd.restart()
         run.wait_for_steps(5, generation=2)

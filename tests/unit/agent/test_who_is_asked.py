@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from elasticrt.agent.agent import Agent, whom_to_ask
+from elasticrt.agent.agent import whom_to_ask
 from elasticrt.agent.supervisor import Supervisor
-from elasticrt.errors import StoreError
 from elasticrt.ipc.time_bounds import FOUND_S, PLACES_S
-from elasticrt.rendezvous import member
-from elasticrt.rendezvous.outage import Outage
 from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import Stored, View
-from elasticrt.store.protocol import StoreForbidden, StoreFull, StoreUnavailable
 
 SEATS = {
     name: Seat(node=name, incarnation=name * 16, index=index, rank_offset=index, workers=1, address=name, probe_port=9)
@@ -51,50 +46,3 @@ def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> N
     made = SimpleNamespace(_state=state, _names=tuple(known), is_first=index == 0)
     expected = [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
     assert Supervisor._ask_s.fget(made) == expected
-
-
-@pytest.mark.parametrize(
-    ("answers", "blamed"),
-    [
-        pytest.param({}, ["a"], id="it is silent"),
-        pytest.param({"a": {"reached_by": "c"}}, ["a"], id="another one reaches it"),
-        pytest.param({"a": {"generation": 3}}, [], id="it answers"),
-    ],
-)
-def test_who_hears_nothing_of_the_node_of_rank_0_names_it(answers: dict[str, Any], blamed: list[str]) -> None:
-    """While etcd is away it is not taken out, and nobody else would tell that the others wait for it."""
-    found: list[tuple[Any, ...]] = []
-    search = SimpleNamespace(
-        adopt_finding=lambda *_: None, find_culprit=lambda *said, last: found.append((*said, last))
-    )
-    made = SimpleNamespace(
-        _state=SimpleNamespace(number=3, generation=SimpleNamespace(nodes=4)), _names=tuple("abcd"),
-        hangs=SimpleNamespace(search=search),
-        is_first=False, _is_in_seat=True, _clock=SimpleNamespace(monotonic=lambda: 9.0),
-        _settings=SimpleNamespace(node="d"),
-    )  # fmt: skip
-    Supervisor.find_culprit(made, 3, {name: name.upper() for name in "abcd"}, answers)
-    reached = {"a": "c"} if "reached_by" in answers.get("a", {}) else {}
-    assert found == [(9.0, {"a": "A", "d": "D"}, {}, reached, True) for _ in blamed]
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        pytest.param(None, "", id="it can be"),
-        pytest.param(StoreFull("no space"), "etcd takes no writes", id="etcd is full"),
-        pytest.param(StoreForbidden("permission denied"), "etcd takes no writes", id="a permission was taken away"),
-        pytest.param(StoreUnavailable("no answer"), "etcd does not answer", id="etcd is away"),
-    ],
-)
-def test_why_nothing_can_be_agreed(error: StoreError | None, why: str) -> None:
-    """What etcd has refused, or not answered, keeps a group from being made until it does."""
-    outage = Outage(lambda _: None)
-    made = SimpleNamespace(outage=outage)
-    if error is not None:
-        member.Member.note_failure(made, error, 9.0)
-    made.member = made
-    assert Agent._unagreed.fget(made) == why
-    outage.note_write()
-    outage.end(10.0)
-    assert Agent._unagreed.fget(made) == ""

@@ -28,7 +28,6 @@ from elasticrt.liveness.hang_monitor import HangMonitor, where
 from elasticrt.liveness.stacks import StackAnswer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import IdleWorkers, stopped_since
 from elasticrt.liveness.watched_workers import WatchedWorkers
-from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
 
@@ -247,20 +246,6 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     assert named == [[], [], [(0,)]]
 
 
-def test_a_node_that_nobody_else_would_name_is_named_at_the_first_question(tmp_path: Path) -> None:
-    """That of rank 0, which finds who is waited for, is silent: a second question would tell no more."""
-    page = StatusPage(StatusPage.create())
-    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page, [ALL_REDUCE, LINE])
-    page.step, page.step_at_ns, page.entered, page.stepping = 5, time.monotonic_ns() - 4 * 10**9, 6, 1
-    began = time.monotonic()
-    monitor.search.look_closer(began, ask_s=[0.0, 2.0])
-    monitor.search.note_positions(found.get(timeout=10))
-    monitor.search.is_to_ask(began, first=False)
-    for last in (False, True):
-        monitor.search.find_culprit(began, {"n0": "", "n1": ""}, {}, {}, last=last)
-    assert [each.nodes for each in kept] == [("n1",)]
-
-
 @pytest.mark.parametrize("wrong", [None, {}, [], 1, "x" * 8, {**WAITS, "rank": "1"}, {**WAITS, "more": 1}])
 def test_what_another_agent_says_is_checked(wrong: object) -> None:
     """An answer with anything but positions is refused, and a position arrives as it is."""
@@ -336,45 +321,6 @@ def test_a_run_of_one_worker_names_it(tmp_path: Path, entered: int, made: bool, 
         monitor.search.find_culprit(looked_at, {"n0": ""}, {}, {})
         seen.append(kept[-1].ranks if kept else ())
     assert seen == named
-
-
-@pytest.mark.parametrize(
-    ("others", "who"),
-    [
-        pytest.param({"n1": {}}, "n2 does not answer", id="a node is lost"),
-        pytest.param({}, "n1 and n2 do not answer", id="two are"),
-        pytest.param({"n1": {}, "n2": {"failed": "rank 2 on n2: killed"}}, "rank 2 on n2: killed", id="a worker is"),
-        pytest.param({"n1": {}, "n2": {"failed": 7}}, "rank 0 on n0: lost its group", id="nobody tells"),
-    ],
-)
-def test_who_is_lost_is_told_where_no_other_group_can_be_agreed(
-    tmp_path: Path, others: dict[str, dict[str, object]], who: str
-) -> None:
-    """After 3 s, with the time since the loss is known; another node hears it. Once etcd answers, nothing is told."""
-    page, now, said = StatusPage(StatusPage.create()), 1000.0, list[str]()
-    failed = replace(in_generation_2(), failures=(lost_peer(rank=0, node="n0", message="lost its group"),))
-    monitor, _, kept = monitor_of_one_that_is_stuck(tmp_path, page, say=said.append, state=lambda: failed)
-    page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 2) * 1e9), 6, 1
-    monitor.steps.look(now, held=False)
-    monitor.search.look_closer(now, ask_s=[])
-    asked = []
-    for at in (now + 2, now + 3):
-        monitor.search.look_for_agreement(at, now, "etcd does not answer", ask_s=[0.0])
-        asked.append(monitor.search.is_to_ask(at, first=False))
-    monitor.search.find_culprit(now + 4, {"n0": "", "n1": "", "n2": ""}, others, {})
-    reason = f"{who}, and no new generation can be agreed: etcd does not answer"
-    assert asked == [False, True]
-    assert said == [f"no step for 6 s after step 5: {reason}"]
-    assert [(each.age_s, each.unagreed_s, each.reason) for each in kept] == [(6.0, 4.0, reason)]
-    monitor.search.renew_answer(now + 4)
-    answer = json.loads(json.dumps(monitor.search.answer))
-    monitor.began(now)
-    monitor.search.look_for_agreement(now + 5, now, "etcd does not answer", ask_s=[0.0])
-    monitor.search.adopt_finding(now + 5, answer)
-    assert kept[1].reason == reason
-    monitor.search.look_for_agreement(now + 6, now, "", ask_s=[0.0])
-    monitor.search.find_culprit(now + 6, {"n0": "", "n1": ""}, {}, {})
-    assert len(kept) == 2
 
 
 def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:

@@ -48,30 +48,6 @@ def test_times_without_etcd_are_summed_up():
     assert not any("etcd" in line for line in report(story(THREE_STEPS), 30.0))
 
 
-def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
-    """It is detected until the loss is known, then it is to be agreed on: live, after a kill, and once it is over."""
-    said = "c does not answer, and no new generation can be agreed: etcd does not answer"
-    lost = [(14.0, each, events.Culprit(1, 20, 6.0, (), ("c",), said, 5.0)) for each in "ab"]
-    told = story([*AWAY, *lost])
-    assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")
-    assert said in now_at(told, 20.0)
-    told.note_killed("b")
-    assert "2 nodes: a, b; b is gone" in report(told, 20.0)
-    killed, seconds = story([*AWAY, *lost]), {"detect": 1.0, "agree": 5.0}
-    for node in "ab":
-        killed.note_killed(node)
-    phases = {"detect": 1000.0, "agree": 6000.0, "first_step": 100.0}
-    over = [(15.0, each, begun(2, "ab")) for each in "ab"]
-    over += [(15.1, each, events.Recovery(2, 7.1, phases)) for each in "ab"]
-    for spans in (told.spans_by_node(14.0)["a"], killed.spans_by_node()["a"]):
-        spent = totals(spans)
-        assert {name: round(spent[name], 3) for name in seconds} == seconds
-    known = totals(story([*AWAY, *lost, *over]).spans_by_node()["a"])
-    assert (round(known["detect"], 3), round(known["agree"], 3)) == (1.0, 6.0)
-    live = totals(told.spans_by_node(20.0)["a"])
-    assert (live["detect"], live["agree"]) == (1.0, 11.0)
-
-
 def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
     """Nobody trains without it while nothing can be agreed, so it does not stand by; afterwards it may."""
     ready = [*AWAY, (8.0, "b", events.WorkerEnded(1, 1, 12, -9, DEATH)), (9.0, "b", events.Ready(0))]
