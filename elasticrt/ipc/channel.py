@@ -6,7 +6,6 @@ receiver owns them and closes them.
 
 from __future__ import annotations
 
-import array
 import math
 import os
 import select
@@ -73,7 +72,7 @@ class Channel:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
-            if self.pending():
+            if self._missing() == 0:
                 body = bytes(self._buffer[_LENGTH.size :])
                 self._buffer.clear()
                 # If decoding fails, `close` closes the descriptors.
@@ -84,10 +83,6 @@ class Channel:
             if not poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
                 return None
             self._read_some()
-
-    def pending(self) -> bool:
-        """Whether a whole message is buffered: `select` on the socket would not tell."""
-        return self._missing() == 0
 
     def close(self) -> None:
         """Close this end, and descriptors that came with an incomplete frame."""
@@ -109,17 +104,12 @@ class Channel:
         # Read no further than to the end of this frame. Otherwise a frame without descriptors could get those of the
         # next frame, because the kernel ends a recvmsg after descriptors, not before them.
         try:
-            ancillary_size = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
-            flags = socket.MSG_CMSG_CLOEXEC
-            data, ancillary, _flags, _ = self._socket.recvmsg(min(self._missing(), 1 << 16), ancillary_size, flags)
+            data, fds, _, _ = socket.recv_fds(self._socket, min(self._missing(), 1 << 16), _FDS_MAX)
         except ConnectionResetError as error:
             raise ChannelClosed(str(error)) from error
-        for level, kind, payload in ancillary:
-            # The payload may end within a descriptor, if the buffer was too small.
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-                self._fds.extend(fds)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        self._fds += fds
         if not data:
             raise ChannelClosed("end of stream")
         self._buffer += data

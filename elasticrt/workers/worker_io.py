@@ -38,8 +38,6 @@ _LAST_READ_MAX_BYTES = 1 << 22
 # An unfinished line is shown when nothing was added to it for this time.
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_CHARACTERS = 1 << 18
-# After so many messages of one worker the thread looks at the others again.
-_MESSAGES_PER_TURN = 64
 _HAS_GPUS = gpus() > 0
 
 
@@ -288,14 +286,8 @@ class WorkerIO:
     def _read_channel(self, worker: WorkerState) -> None:
         """Take the messages of a worker, and notice that it has closed its channel."""
         try:
-            count = 0
-            # Messages that the channel has buffered are taken in any case: the selector does not see them.
-            while count < _MESSAGES_PER_TURN or worker.channel.pending():
-                received = worker.channel.receive(0)
-                if received is None:
-                    return
+            while received := worker.channel.receive(0):
                 self._pass_on(worker, *received)
-                count += 1
         except (ChannelClosed, OSError):
             self._thread.forget(worker.channel)
             self._report_ending(worker)
