@@ -66,7 +66,6 @@ class Health(Event):
 class ParentWarm(Event):
     """The worker parent has imported torch: workers can now be started at once."""
 
-    pid: int  # The parent's process id.
     method: str  # "fork" or "exec": how it starts workers.
     reason: str  # Why it is not "fork"; "" if it is.
     import_s: float  # How many seconds the imports took.

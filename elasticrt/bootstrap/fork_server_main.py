@@ -330,7 +330,7 @@ def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> t
 
             reason, torch_threads = preload.warm_up(options.preload, directory, wanted)
     method = "exec" if reason else options.method
-    return Warm(os.getpid(), method, reason, time.monotonic() - before_s), torch_threads
+    return Warm(method, reason, time.monotonic() - before_s), torch_threads
 
 
 def _is_this_python() -> bool:

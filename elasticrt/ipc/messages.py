@@ -69,13 +69,11 @@ class Warm:
     """The worker parent is ready to start workers.
 
     Attributes:
-        pid: the parent's process id.
         method: "fork" or "exec": how it starts workers.
         reason: why `method` is not "fork"; "" if it is.
         import_s: seconds that the imports took.
     """
 
-    pid: int
     method: str
     reason: str
     import_s: float

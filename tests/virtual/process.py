@@ -176,7 +176,7 @@ class VirtualSupervisor(Supervisor):
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""
         sim = self._process.sim
-        sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s))
+        sim.engine.after(sim.plan.warm_s, self._put, Warm("fork", "", sim.plan.warm_s))
 
     def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""

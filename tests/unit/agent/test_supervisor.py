@@ -114,7 +114,7 @@ def rig(tmp_path: Path) -> SimpleNamespace:
     settings = replace(settings, workers=2, options=replace(settings.options, stop_timeout_s=30.0))
     log = EventLog("n0", None)
     supervisor = Supervisor(settings, lambda _: None, log, said.append, edges)
-    supervisor.fold(Warm(1, "fork", "", 0.0))
+    supervisor.fold(Warm("fork", "", 0.0))
     return SimpleNamespace(supervisor=supervisor, clock=clock, group=group, stopped=stopped, log=log, said=said)
 
 

@@ -25,7 +25,7 @@ def started(minimum: int = 1, maximum: int = 4) -> events.AgentStarted:
 
 def warm() -> events.ParentWarm:
     """Its worker parent can start workers."""
-    return events.ParentWarm(8, "fork", "", 1.0)
+    return events.ParentWarm("fork", "", 1.0)
 
 
 def begun(

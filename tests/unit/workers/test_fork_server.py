@@ -20,7 +20,7 @@ def test_what_is_said_of_the_parent(caplog, method, reason):
     """Method and reason."""
     reader, writer = os.pipe()
     with caplog.at_level(logging.INFO, logger="elasticrt.workers.fork_server"):
-        write_parent_warm(Warm(7, method, reason, 2.5), EventLog("n", None, writer))
+        write_parent_warm(Warm(method, reason, 2.5), EventLog("n", None, writer))
     os.close(writer)
     with os.fdopen(reader) as file:
         (record,) = [json.loads(line) for line in file]
@@ -36,7 +36,7 @@ def test_an_agent_that_ends_while_its_parent_warms_up():
         "from elasticrt.ipc.messages import Warm\n"
         "channel, agent = Channel.pair()\n"
         "agent.close()\n"
-        "print(ForkServer(channel).serve(Warm(1, 'fork', '', 1.0)))"
+        "print(ForkServer(channel).serve(Warm('fork', '', 1.0)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("None\n", "")
