@@ -127,21 +127,11 @@ class Watcher:
     def _run(self) -> None:
         """Open stream after stream, until `close`."""
         failures = 0
-        try:
-            while not self._closed.is_set():
-                failures = 1 if self._run_stream() else failures + 1
-                pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
-                # Jitter keeps the agents of a run from coming back to a restarted etcd all at once.
-                self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311
-        except Exception:
-            # A bug, here or in a sink. Every watch ends with a reason, so that its owner does not wait for a thread
-            # that has ended. The next new watch starts another thread.
-            _logger.exception("the watch thread failed")
-            with self._lock:
-                self._thread = None
-                watches = list(self._watches.values())
-            for watch in watches:
-                self._end(watch, "cancelled: the watch thread failed")
+        while not self._closed.is_set():
+            failures = 1 if self._run_stream() else failures + 1
+            pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
+            # Jitter keeps the agents of a run from coming back to a restarted etcd all at once.
+            self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311
 
     def _run_stream(self) -> bool:
         """Run one stream from its start to its end. Returns whether the server answered at all."""

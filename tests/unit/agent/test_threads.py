@@ -20,7 +20,7 @@ from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Put, Resync, Txn
+from elasticrt.store.protocol import Put, Txn
 from elasticrt.store.watcher import Watcher
 from elasticrt.torchrun.participant import Participant
 from tests.memory_store import MemoryServer, MemoryStore
@@ -138,15 +138,14 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     assert threading.excepthook == before
 
 
-def test_a_watch_thread_that_dies_is_replaced(agent):
-    """Each of its watches ends in words, whoever follows again gets another thread, and the agent lives on."""
+def test_a_watch_thread_that_dies_ends_the_agent(agent):
+    """The agent hears of it, with its name."""
     watcher = Watcher(cast("Connections", SimpleNamespace(store_id="")))  # There is nothing to connect to.
-    items: queue.SimpleQueue[object] = queue.SimpleQueue()
-    for _ in range(2):
-        watcher.add("/x/", items.put, from_revision=1)
-        assert items.get(timeout=10) == Resync("cancelled: the watch thread failed")
+    watcher.add("/x/", lambda _: None, from_revision=1)
+    event = agent.queue.get(timeout=10)
+    assert isinstance(event, ThreadDied)
+    assert event.name == "elasticrt-watch"
     watcher.close()
-    assert agent.queue.empty()
 
 
 def test_all_threads_of_an_agent_are_named_as_ours():
