@@ -38,10 +38,7 @@ def txn_request(txn: Txn) -> Any:
 def watch_request(range_: str, watch_id: int, start_revision: int) -> Any:
     """The request to start a watch with our own `watch_id`."""
     key, end = key_range(range_)
-    # Progress notices move a quiet watch forward, so that a compaction does not overtake it.
-    create = proto.WatchCreateRequest(
-        key=key, range_end=end, start_revision=start_revision, watch_id=watch_id, progress_notify=True
-    )
+    create = proto.WatchCreateRequest(key=key, range_end=end, start_revision=start_revision, watch_id=watch_id)
     return proto.WatchRequest(create_request=create)
 
 

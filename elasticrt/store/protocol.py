@@ -152,10 +152,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Changes:
-    """Events of one or more revisions, in order.
-
-    `revision` is the newest of these revisions, or the revision of a progress notice.
-    """
+    """Events of one or more revisions, in order. `revision` is the newest of these revisions."""
 
     events: tuple[Event, ...]
     revision: int

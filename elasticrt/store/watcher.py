@@ -226,13 +226,7 @@ class Watcher:
         watch.logged_in_again = False
 
     def _on_changes(self, watch: EtcdWatch, response: Any) -> None:
-        """Deliver events, or a progress notice."""
-        # A progress notice: everything up to this revision has been delivered.
-        if not response.events:
-            if response.header.revision >= watch.next_revision:
-                watch.next_revision = response.header.revision + 1
-                self._deliver(watch, Changes((), response.header.revision))
-            return
+        """Deliver the events that the sink has not seen."""
         events = watch.new_events(response.events)
         if events:
             watch.next_revision = events[-1].mod_revision + 1

@@ -13,7 +13,7 @@ import pytest
 
 from elasticrt.store import proto
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.protocol import Address, Changes, Credentials, Resync
+from elasticrt.store.protocol import Address, Changes, Credentials, Event, Resync
 
 NO_WATCH = -1
 """What etcd 3.5.9 and later names a watch that it refuses."""
@@ -37,8 +37,11 @@ class Refusing(grpc.GenericRpcHandler):
 
     def _watch(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         expired = dict(context.invocation_metadata())["token"] == "1"
-        for request in requests:
-            create = proto.WatchRequest.FromString(request).create_request
+        for request in map(proto.WatchRequest.FromString, requests):
+            # To the end of a watch that it has refused, etcd says nothing.
+            if not request.HasField("create_request"):
+                continue
+            create = request.create_request
             header = proto.ResponseHeader(cluster_id=1, revision=10)
             answer = {"header": header, "watch_id": create.watch_id, "created": True}
             if expired or not create.key.startswith(b"/mine/"):
@@ -46,7 +49,8 @@ class Refusing(grpc.GenericRpcHandler):
                 answer |= {"watch_id": NO_WATCH, "canceled": True, "cancel_reason": reason}
             yield proto.WatchResponse(**answer).SerializeToString()
             if not answer.get("canceled"):
-                yield proto.WatchResponse(header=header, watch_id=create.watch_id).SerializeToString()
+                change = proto.Event(type="DELETE", kv=proto.KeyValue(key=b"/mine/key", mod_revision=10))
+                yield proto.WatchResponse(header=header, watch_id=create.watch_id, events=[change]).SerializeToString()
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_a_refused_watch_without_a_name(store: EtcdStore) -> None:
     for key in ("/mine/", "/other/"):
         store.watch(key, lambda notice, key=key: told.put((key, notice)), from_revision=10)
     notices = dict(told.get(timeout=20) for _ in range(2))
-    assert notices["/mine/"] == Changes((), 10)
+    assert notices["/mine/"] == Changes((Event("/mine/key", None, 10),), 10)
     refused = notices["/other/"]
     assert isinstance(refused, Resync)
     assert refused.reason.startswith("cancelled: etcdserver: permission denied (etcd at")
