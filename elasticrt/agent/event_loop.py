@@ -39,10 +39,10 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.member import Member, ProbeResult
 from elasticrt.rendezvous.outage import GenerationAnswer
 from elasticrt.rendezvous.records import Generation, Seat
-from elasticrt.rendezvous.requests import Conversation, Notice
+from elasticrt.rendezvous.requests import Notice
 from elasticrt.rendezvous.view import Verdict, View
 from elasticrt.store.lease_session import LeaseSession, SessionState
-from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreForbidden, StoreUnavailable
+from elasticrt.store.protocol import LeaseLost, StoreBlocked, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -196,26 +196,16 @@ class EventLoop:
         self._side.decided(decision)
         return decision
 
-    def _read(self, conversation: Conversation[None]) -> None:
-        """Carry out a conversation that only reads.
-
-        A login that may no longer read counts as an outage, not as an error: its permissions are probably being
-        changed.
-        """
-        try:
-            self.driver.run(conversation)
-        except StoreForbidden as error:
-            raise StoreUnavailable(str(error)) from error
-
     def _read_again(self, now: float) -> None:
         """Try to end an outage: read everything again, from a fresh store if the embedded one has died."""
         try:
             self._side.revive_store()
             if self.member.view.result is not None:
                 return
-            self._read(self.member.replica.refresh())
-        except StoreUnavailable as error:
-            self.member.note_failure(error, self._clock.monotonic())
+            self.driver.run(self.member.replica.refresh())
+        # A login that may no longer read: its permissions are probably being changed.
+        except (StoreUnavailable, StoreBlocked) as error:
+            self.member.outage.begin(error, self._clock.monotonic())
         else:
             self.member.outage.end(now)
 
@@ -280,9 +270,9 @@ class EventLoop:
                 self.handle(self.queue.get_nowait())
         if self.member.outage.since is None:
             try:
-                self._read(self.member.replica.complete())
-            except StoreUnavailable as error:
-                self.member.note_failure(error, self._clock.monotonic())
+                self.driver.run(self.member.replica.complete())
+            except (StoreUnavailable, StoreBlocked) as error:
+                self.member.outage.begin(error, self._clock.monotonic())
 
     def handle(self, event: Any) -> None:
         """Take note of an `event`. Raises RuntimeError if an own thread has died."""

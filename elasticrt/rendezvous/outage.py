@@ -58,8 +58,8 @@ class Outage:
         self.alone_since: float | None = None
         self.retry_at = 0.0
 
-    def begin(self, error: StoreUnavailable, now: float) -> None:
-        """Take note of a request that was not answered."""
+    def begin(self, error: StoreError, now: float) -> None:
+        """Take note of a request that was not answered, or of a read that was refused."""
         self.since = self.since if self.since is not None else now
         # People are told once for each outage, by the first error.
         if not self.problem:

@@ -35,11 +35,7 @@ class StoreRefused(StoreError):  # noqa: N818
 
 
 class StoreBlocked(StoreRefused):
-    """etcd says no until an operator has changed something in it."""
-
-
-class StoreForbidden(StoreBlocked):
-    """The login has no permission for that."""
+    """etcd says no until an operator has changed something in it: the login has no permission, or there is no space."""
 
 
 class StoreFull(StoreBlocked):

@@ -10,10 +10,10 @@ from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ClaimBuild, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.protocol import StoreBlocked, StoreForbidden, StoreFull, StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import StoreBlocked, StoreFull, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
 
-_BLOCKED: dict[str, type[StoreBlocked]] = {"full": StoreFull, "forbidden": StoreForbidden}
+_BLOCKED: dict[str, type[StoreBlocked]] = {"full": StoreFull, "forbidden": StoreBlocked}
 
 
 class LossyStore(MemoryStore):
