@@ -214,9 +214,7 @@ class Participant(WorkerSide):
         if listen is not None:
             self._ports.bind(self._ports.address)
         record = self._record.model_copy(update={"seen": max(self._record.seen, number)})
-        self._update(
-            record=record, started_generation=number, report=None, failed_at=None, hold_revision=0, leave_after_step=0
-        )
+        self._update(record=record, started_generation=number, report=None, failed_at=None, hold_revision=0)
         with self._changed:
             self._turn, self._is_left_out = Turn(generation, seat, listen), False
             self._changed.notify_all()
@@ -235,15 +233,13 @@ class Participant(WorkerSide):
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
         """See `WorkerSide`. The report claims step 0, because the steps of torchrun's workers are not known here.
 
-        The leader then replaces the generation at once.
+        The leader then replaces the generation at once, without `Go`.
         """
         match decision:
             case Hold(handover=handover):
                 self._update(hold_revision=handover, report=self._report("holding", handover=handover))
-            case Go(step=step):
-                self._update(leave_after_step=step)
             case ReleaseHold():
-                self._update(hold_revision=0, leave_after_step=0, report=None)
+                self._update(hold_revision=0, report=None)
 
     def drain(self, reason: str) -> None:
         """See `WorkerSide`."""
