@@ -47,9 +47,6 @@ leader knows as well; nodes that do not know rank 0's node ask the leader."""
 COMPARE_S = 10.0
 """How often the nodes' own work is compared."""
 
-BLAME_AGAIN_S = 60.0
-"""How long the same finding about the same rank is not reported again."""
-
 LATE_S = 2.0
 """If a worker has not taken its new seat after this time, its stacks are kept, unless it may be busy elsewhere: no step
 was expected of it, and it was neither meeting the other ranks nor sharing their state."""

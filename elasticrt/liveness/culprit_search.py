@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 
 from elasticrt import events
 from elasticrt.ipc.proc import unacknowledged
-from elasticrt.ipc.time_bounds import BLAME_AGAIN_S, CLOSER_S, COMPARE_S, FIRST_STEP_S, LOOK_IDLE_S
+from elasticrt.ipc.time_bounds import CLOSER_S, COMPARE_S, FIRST_STEP_S, LOOK_IDLE_S
 from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
@@ -55,9 +55,7 @@ class CulpritSearch:
         self._comparison, self._compare_at, self._renew_at = Comparison(), 0.0, 0.0
         # The finding about the present stand.
         self._culprit: Culprit | None = None
-        # When each finding was printed last, by its key.
-        self._blamed: dict[str, float] = {}
-        # The step, the look and the key of the last finding that was written as an event.
+        # The step, the look and the key of the last finding that was written as an event and printed.
         self._written = 0, 0, ""
         # When the newest step had ended, as of the last closer look.
         self._last_at = 0.0
@@ -242,15 +240,13 @@ class CulpritSearch:
         age_s, step = now - self._last_at, culprit.step
         self.note_reported(step)
         found = step, self._standstill.looks, culprit.key
-        # Questions for `compare` bring the same finding again. Its event is written once for each closer look.
+        # Questions for `compare` bring the same finding again. It is reported once for each closer look.
         if found != self._written:
             self._written = found
             number = self._workers.state().number
             self._workers.event_log.write(
                 events.Culprit(number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
             )
-        if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
-            self._blamed[culprit.key] = now
             self._workers.say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
 
 
