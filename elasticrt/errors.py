@@ -8,6 +8,7 @@ bug of elasticrt always does (exit code 70).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from elasticrt.text import plain
 
@@ -109,7 +110,8 @@ def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
 
 
 def path_of(value: object, where: str) -> str:
-    """`value` as text, if it is the path of a directory. Raises TypeError, ValueError."""
+    """`value` as text, if it is the path of a directory. Raises TypeError, ValueError, and ConfigError if the absolute
+    path is not UTF-8."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(explain("not a path", where, got=repr(value), expected="a directory's path"))
     path = os.fspath(value)
@@ -117,6 +119,11 @@ def path_of(value: object, where: str) -> str:
         raise ValueError(
             explain("not the path of a directory", where, got=repr(path), expected="one that is not empty")
         )
+    try:
+        str(Path(path).absolute()).encode()
+    except UnicodeEncodeError:
+        remedy = "Rename the directory, or the one that it is in"
+        raise ConfigError("a path that is not UTF-8", where, got=ascii(path), remedy=remedy) from None
     return path
 
 

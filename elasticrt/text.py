@@ -5,7 +5,6 @@ no encoder accepts), and any length. Records apply these functions when they are
 
 * `cut`: text for people, made plain and shortened.
 * `known`: text to be compared: itself if it is short and plain, otherwise with its digest.
-* `packed`, `unpacked`: a path, which has to arrive unchanged.
 * `shell`: a command to be pasted.
 * `json_text`: JSON that every parser accepts.
 
@@ -30,10 +29,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _NOT_PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """All control characters but tab and newline, line separators, changes of direction, lone surrogates."""
 
-# What Python makes of bytes that are not UTF-8 (`surrogateescape`), and what `packed` makes of these.
-_NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
 _AS_IT_IS = frozenset(map(chr, range(32, 127))) - {"\\", "'"}
-_PACKED = re.compile(r"\0([89a-f][0-9a-f])")
 
 
 def plain(text: str) -> str:
@@ -65,23 +61,6 @@ def known(text: str, bytes_max: int) -> str:
         return text
     digest = f" (sha256 {hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()})"
     return cut(shown, bytes_max - len(digest)) + digest
-
-
-def packed(path: str) -> str:
-    """A path, or another text of the system, without surrogates.
-
-    A NUL, which no path contains, marks each such byte.
-    """
-    return _NOT_UTF8.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", path)
-
-
-def unpacked(text: str) -> str:
-    """The reverse of `packed`. Raises ValueError for any other text."""
-    path = _PACKED.sub(lambda found: chr(0xDC00 + int(found[1], 16)), text)
-    if "\0" in path:
-        raise ValueError("a NUL in a path")
-    path.encode(errors="surrogateescape")
-    return path
 
 
 def shell(words: Iterable[str]) -> str:

@@ -24,7 +24,6 @@ from elasticrt.ipc.messages import ERRNO, BuildDone, ClaimBuild, OpenDirectory, 
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, R, decode, version_of
 from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreBlocked, StoreUnavailable
-from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ class StoreRequests:
         # The worker has got a seat in another generation since it began to save.
         if head.generation != asked.generation:
             return Reply(request.request, False, f"generation {head.generation} is over", refusal="over")
-        holding = self._holdings.get(unpacked(head.directory))
+        holding = self._holdings.get(head.directory)
         other = None if holding is None else holding.lost()
         if other is not None:
             return Reply(request.request, False, str(other), refusal="taken")

@@ -36,7 +36,7 @@ from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.messages import Unsaved
 from elasticrt.ipc.std_streams import say
-from elasticrt.text import cut, packed
+from elasticrt.text import cut
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Checkpointer:
             generation=worker.generation,
             nonce=nonce,
             parent="" if known is None else known.nonce,
-            directory=packed(str(self._directory.path)),
+            directory=str(self._directory.path),
             file=stem_of(step, worker.generation, nonce) + PAYLOAD,
             digest="0" * 64,
             size=0,

@@ -29,7 +29,6 @@ from elasticrt.distributed.shared_payload import Payload, share_payload
 from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.ipc.env import Commit, Copy
 from elasticrt.ipc.std_streams import say
-from elasticrt.text import unpacked
 
 _log = logging.getLogger(__name__)
 
@@ -321,7 +320,7 @@ class Restoring:
         """What is wrong with the files of all ranks. Also where the resume point is, if no rank has its file."""
         troubles, resume = distinct_troubles(offers), self._resume
         if resume is not None and not any(resume.file in each for each in troubles):
-            wrote = f", {resume.node} has written it to {unpacked(resume.directory)}" if resume.node else ""
+            wrote = f", {resume.node} has written it to {resume.directory}" if resume.node else ""
             troubles.insert(0, f"{resume.file}: no node here has it{wrote}")
         return troubles
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from elasticrt.text import unpacked
-
 Made = TypeVar("Made", bound="_Record")
 
 REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
@@ -32,8 +30,6 @@ STRICT = {"extra": "forbid", "strict": True}
 
 # Python's JSON has no limit, but a reader with floating-point numbers is exact only up to here.
 COUNT_MAX = 2**53
-# Linux's PATH_MAX.
-PATH_BYTES_MAX = 4096
 _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
 
@@ -89,7 +85,7 @@ class Commit(_Record):
         generation: the generation whose rank 0 wrote the file.
         nonce: 16 hex digits, unique for this commit.
         parent: the nonce of the commit before it in the history; "" for the first.
-        directory: absolute path of the checkpoint directory, as `text.packed` writes it.
+        directory: absolute path of the checkpoint directory.
         file: name of the payload inside the directory, without any "/".
         digest: SHA-256 of the payload, 64 hex digits.
         size: bytes of the payload.
@@ -121,19 +117,14 @@ class Commit(_Record):
     FORMS = {  # noqa: RUF012  It is one of the base class.
         "nonce": _HEX16,
         "parent": f"({_HEX16})?",
-        "directory": r"/[^\ud800-\udfff]*",
+        # No path is longer: Linux's PATH_MAX.
+        "directory": r"/[^\0\ud800-\udfff]{0,4095}",
         "file": r"[^/.][^/]{0,254}",
         "digest": _HEX64,
         "node": r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
         "place": f"({_HEX16})?",
         "root": f"({_HEX16})?",
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A path of bytes that are not UTF-8 is longer in its packed form; the limit is on the bytes.
-        if len(unpacked(self.directory).encode(errors="surrogateescape")) > PATH_BYTES_MAX:
-            raise ValueError(f"field 'directory' of a commit: expected at most {PATH_BYTES_MAX} bytes")
 
     @property
     def history(self) -> str:

@@ -75,9 +75,9 @@ def test_a_failure_in_any_words_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_names_in_any_bytes(tmp_path: Path) -> None:
-    """CLI: script, arguments, checkpoint and data directories that are not UTF-8 arrive, and a restart resumes."""
+    """CLI: script, arguments and data directories that are not UTF-8 arrive, and a restart resumes."""
     place = os.fsencode(tmp_path) + b"/caf\xe9-"
-    names = [place + b"checkpoints", place + b"data", place + b"killed"]
+    names = [os.fsencode(tmp_path) + b"/checkpoints", place + b"data", place + b"killed"]
     done = _run(tmp_path, b"caf\xe9.py", TRAINS, *names, b"caf\xe9", b"\x01\xff", b"", restarts=1)
     said = done.stderr.decode(errors="replace")
     assert done.returncode == 0, said
