@@ -153,8 +153,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
             page.ask("Emulation.setEmulatedMedia", features=dark)
             page.ask("Page.navigate", url=url)
             page.wait_for("document.body.innerText.includes('b training')")
-            assert page.value("document.querySelectorAll('canvas').length") == 9, (
-                "run, nodes, checkpoints, ranks, steps/s, loss, accuracy"
+            assert page.value("document.querySelectorAll('canvas').length") == 8, (
+                "nodes, checkpoints, ranks, steps/s, loss, accuracy"
             )
             assert page.value("document.documentElement.scrollWidth") <= 390
             assert page.value("getComputedStyle(document.body).colorScheme") == "light dark"

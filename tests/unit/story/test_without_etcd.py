@@ -13,7 +13,7 @@ from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
 from elasticrt.story.fold import cause_of
 from elasticrt.story.report import as_object, report, summary
-from elasticrt.story.sentences import now_at, state
+from elasticrt.story.sentences import state
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
 
 AWAY: list[Entry] = [
