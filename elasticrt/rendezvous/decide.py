@@ -361,6 +361,8 @@ def _probe_unreachable_again(context: LeaderContext, decision: Decision) -> Deci
     probe_at = asked_at + context.spec.lease_ttl_s if asked_at >= context.answered_probe_at else context.now
     if context.now >= probe_at and isinstance(decision, Wait | Publish):
         return Probe("can they be reached by now?", seats_for(unreachable))
+    if unreachable and isinstance(decision, Wait):
+        return replace(decision, until=probe_at if decision.until is None else min(probe_at, decision.until))
     return decision
 
 

@@ -371,7 +371,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lead without: lost or not context.seats": ("L1", "a node leaves, and its machine goes off"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
     "_probe_unreachable_again without: context.now >= probe_at and isinstance(decision, Wait | Publish)": (
-        "L4",
+        "L8",
         "the leader is silent",
     ),
     "_start_anew without: context.now < settled": ("L6", "all nodes are lost, and others come"),

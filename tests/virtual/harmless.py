@@ -50,6 +50,10 @@ HARMLESS: dict[str, str] = {
     "_leave_drained without: others_go_on": _IN_WORDS,
     "_after_waiting without: context.draining_seats": _IN_WORDS,
     "_after_waiting without: new": _IN_WORDS,
+    "_probe_unreachable_again without: unreachable and isinstance(decision, Wait)": (
+        "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
+        "later at most. The rule serves one that has been started without the page."
+    ),
     "_is_suspected without: context.has_left(seat)": (
         "harmless because the question is answered at once, by an agent that is still ending or by its closed "
         "port; only a machine that goes off in the instant it leaves would be waited for, one and a half seconds."
