@@ -129,7 +129,6 @@ class GenerationCourse:
     # infinity: it still does.
     redone_until: float = -math.inf
     redone_to: int = 0  # The last of the repeated steps.
-    saved: bool = False  # Whether it has committed a checkpoint.
     waits: bool = False  # Whether it makes no steps because there are too few nodes.
     # Whether it had to wait for more nodes, because too few of the generation before were left.
     short: bool = False
@@ -143,8 +142,6 @@ class GenerationCourse:
     def fold(self, event: events.Event, at: float) -> None:
         """Fold in an event of this generation, which happened at `at`."""
         match event:
-            case events.Committed():
-                self.saved = True
             case events.WorkerEnded() if is_failure(event):
                 self.failed_at = at
             case events.GoesOn():
@@ -261,8 +258,6 @@ class LifeSpans:
         self._generation = 0
         # The newest generation that this node has heard of, with a seat for it or without one.
         self._newest = 0
-        # When workers were last started in the mode "seated".
-        self._workers_at: float | None = None
         # When this node heard of the generation that follows `_generation`; None: it has not.
         self._next_heard_at: float | None = None
         # When a worker of this node failed in `_generation`; None: none has.
@@ -299,14 +294,7 @@ class LifeSpans:
                 self._progressed(event, at)
             case events.WorkerEnded() if event.failure and event.generation == self._generation:
                 self._failed_at = self._failed_at or at
-            case events.WorkersStarted() if self._mode == "seated":
-                self._workers_at = at
             case events.Result():
-                # A script without a Loop and without an optimizer of torch reports no step: it has trained unseen.
-                unseen = self._mode == "seated" and not self._newest_course.saved
-                if event.status == "succeeded" and unseen and self._workers_at is not None:
-                    self._paint_to(self._workers_at, SET_UP)
-                    self._paint_to(at, TRAIN)
                 self._finish(at)
                 self._mode = "over"
 

@@ -198,7 +198,7 @@ class Generations:
                 self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
             case events.Recovery() | events.SetUp() if event.generation in self.numbers:
                 self._phases(self.numbers[event.generation], event, node, at - event.age_s)
-            case events.Committed() | events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
+            case events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
                 event.generation in self.courses
             ):
                 self.courses[event.generation].fold(event, at)
