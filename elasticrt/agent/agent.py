@@ -235,7 +235,10 @@ class Agent(WorkerSide):
         member, view, node = self.member, self.member.view, self.member.me.record.node
         self._set_up_beside()
         elsewhere = [other for other in view.ended_nodes if other != node]
-        self.supervisor.do_what_is_due(now, elsewhere, leaves=member.me.record.draining)
+        unagreed = ""
+        if member.outage.problem or member.outage.refused_since is not None:
+            unagreed = "etcd does not answer" if member.outage.problem else "etcd takes no writes"
+        self.supervisor.do_what_is_due(now, elsewhere, leaves=member.me.record.draining, unagreed=unagreed)
         self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None

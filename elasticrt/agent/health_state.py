@@ -112,7 +112,8 @@ def member(
     runs = generation is not None and not (view.is_leader and view.roster_known and view.has_no_seated_member)
     number = view.generation_number if runs else 0
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
-    short_s = now - view.too_few_since if view.too_few_since is not None else 0.0
+    # A member that led before knows no longer how many members there are.
+    short_s = now - view.too_few_since if view.too_few_since is not None and view.members_complete else 0.0
     return HealthState(
         run_id=story.run.run_id,
         node=me.record.node,

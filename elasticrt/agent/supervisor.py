@@ -223,13 +223,14 @@ class Supervisor:
 
     # Deadlines.
 
-    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool) -> None:
+    def do_what_is_due(self, now: float, elsewhere: Sequence[str], *, leaves: bool, unagreed: str = "") -> None:
         """End workers that are late at `now`, start missing workers, and look for hangs.
 
         Args:
             now: seconds of the monotonic clock.
             elsewhere: other nodes on which some workers of the generation have ended with code 0.
             leaves: whether this node is draining.
+            unagreed: why the nodes cannot agree on another generation now; "" if they can.
         """
         self._check.look(now)
         self._kill_overdue(now)
@@ -248,6 +249,10 @@ class Supervisor:
                 # `progress` event, so the supervisor writes one now instead of at the next interval.
                 self.progress.look_and_write()
             self.hangs.ask_if_stalled(now)
+        failures, failed_at = self._state.failures, self._state.failed_at
+        if unagreed and failures and failed_at is not None and not self._state.hung:
+            summary = next((each for each in failures if not each.collateral), failures[0]).summary
+            self.hangs.search.report_unagreed(now, failed_at, summary, unagreed)
         self._look_for_laggards(now, elsewhere)
         self.hangs.search.renew_answer(now)
 

@@ -59,8 +59,8 @@ class StatusPage(ctypes.Structure):
         in_place: IN_PLACE while the worker can go on in another generation without ending; READY when it has set up
             beside the training and waits to be let in; 0 when only a new process could take its place.
         data_ns, save_ns, pause_ns: time spent waiting for the loader, standing still for a checkpoint or a copy of the
-            state, and in `loop.pause`, without the pause that is under way.
-        pausing_ns: when that pause began.
+            state, and in `loop.pause`, without the wait and the pause that are under way.
+        drawing_ns, pausing_ns: when that wait, and that pause, began.
         saving_ns: when the newest checkpoint was begun.
         samples: trained on by the run, over all epochs; 0 without a sampler.
 
@@ -100,6 +100,7 @@ class StatusPage(ctypes.Structure):
     data_ns: int
     save_ns: int
     pause_ns: int
+    drawing_ns: int
     pausing_ns: int
     saving_ns: int
     samples: int
@@ -127,9 +128,9 @@ class StatusPage(ctypes.Structure):
         return fd
 
     def spent(self, now_ns: int) -> tuple[int, int, int]:
-        """Nanoseconds spent on data, saves and pauses until `now_ns`, with the pause that is under way."""
-        since_ns = self.pausing_ns
-        return self.data_ns, self.save_ns, self.pause_ns + (max(0, now_ns - since_ns) if since_ns else 0)
+        """Nanoseconds spent on data, saves and pauses until `now_ns`, with what is under way."""
+        draws_ns, pauses_ns = (max(0, now_ns - each) if each else 0 for each in (self.drawing_ns, self.pausing_ns))
+        return self.data_ns + draws_ns, self.save_ns, self.pause_ns + pauses_ns
 
     def text(self) -> bytes:
         """The text behind the words."""
@@ -156,5 +157,5 @@ class StatusPage(ctypes.Structure):
         self.step = step
 
 
-# The fields are those of ctypes, which cost no Python call: each step reads and writes fourteen of them.
+# The fields are those of ctypes, which cost no Python call: each step reads and writes sixteen of them.
 StatusPage._fields_ = [(name, ctypes.c_uint64) for name in StatusPage.__annotations__ if name != "_map"]

@@ -222,6 +222,21 @@ class CulpritSearch:
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             self._report(now, replace(culprit, step=min(each.step for each in self.positions)))
 
+    def report_unagreed(self, now: float, failed_at: float, failure: str, why: str) -> None:
+        """Report once that the nodes cannot agree on a generation after a loss. Otherwise they would seem to train.
+
+        Args:
+            now: seconds of the monotonic clock.
+            failed_at: when workers of this node have failed, or have lost their group.
+            failure: the summary of that failure.
+            why: why no generation can be agreed.
+        """
+        if now - failed_at >= CLOSER_S:
+            # The detector does not look at the steps after a failure.
+            step = max(map(step_of, self._workers.pages()), default=self._steps.detector.step)
+            self._last_at = self._last_at or failed_at
+            self._report(now, Culprit((), (), f"{failure}, and no new generation can be agreed: {why}", step=step))
+
     def adopt_finding(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` the finding of rank 0's node, as it or the leader has told it in `answer`.
 
@@ -247,7 +262,9 @@ class CulpritSearch:
             self._workers.event_log.write(
                 events.Culprit(number, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
             )
-            self._workers.say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
+            # Without a Loop the steps of the present workers are known, but not those of the run.
+            after = f" after step {step:,}" if self._steps.looped else ""
+            self._workers.say(f"no step for {age_s:.0f} s{after}: {culprit.reason}")
 
 
 def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, GradientWaits]]:

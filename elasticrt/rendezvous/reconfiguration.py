@@ -109,7 +109,7 @@ def lead_planned_change(context: LeaderContext) -> Decision:
         still = context.draining_seats or any(
             _has_workers_to_let_in(context, entry) for entry in candidates(context.view)
         )
-        cause = handover.record.cause if still else f"{handover.record.cause} (taken back too late)"
+        cause = handover.record.cause if still else f"a change taken back too late: {handover.record.cause}"
         change = PlannedChange("drain", cause, handover.record.save)
     if handover is None:
         return WriteHandover(

@@ -423,13 +423,17 @@ class Loop:
 
     def _draw(self, drawing: Drawing) -> tuple[Any, BatchSlice | None]:
         """The next batch of `drawing` and its slice; (None, None) at the end of the loader."""
-        since_ns = time.monotonic_ns()
+        page = self._page
+        page.drawing_ns = since_ns = time.monotonic_ns()
         # The agent is to notice a loader that hangs. But after a restart the first batch may be preceded by many that
         # are skipped, and how long these take says nothing about a hang.
-        self._page.stepping = self._page.stepping or (0 if drawing.skips else FIRST_BATCH)
-        found = drawing.draw(self._state.position.batches)
-        self._page.data_ns += time.monotonic_ns() - since_ns
-        return found
+        page.stepping = page.stepping or (0 if drawing.skips else FIRST_BATCH)
+        try:
+            return drawing.draw(self._state.position.batches)
+        finally:
+            # In this order the agent never counts the wait twice.
+            page.drawing_ns = 0
+            page.data_ns += time.monotonic_ns() - since_ns
 
     def _leave_batches_early(self, caller: FrameType | None) -> None:
         """Note that the script has left `batches` early. `caller` is the frame that has let go of the generator."""

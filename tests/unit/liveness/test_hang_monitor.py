@@ -150,6 +150,18 @@ def test_processor_time_is_of_whole_sessions():
     assert cpu_s([]) == 0.0
 
 
+def test_a_loss_after_which_nothing_can_be_agreed_is_told_once(tmp_path: Path) -> None:
+    """After 3 s, with the time since the last step: a survivor does not seem to train while etcd is away."""
+    page, now = StatusPage(StatusPage.create()), 1000.0
+    monitor, kept = monitor_of_one(tmp_path, page)
+    page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 0.5) * 1e9), 6, 1
+    monitor.search.look_closer(now, ask_s=[])
+    for after_s in (1.0, 2.9, 3.0, 3.5, 60.0):
+        monitor.search.report_unagreed(now + after_s, now, "rank 1 on n1: killed", "etcd does not answer")
+    said = "rank 1 on n1: killed, and no new generation can be agreed: etcd does not answer"
+    assert kept == [events.Culprit(2, 5, 3.5, (), (), said)]
+
+
 def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
     """Its stacks are in the event. Before it has failed of it, a line says so to people only."""
     monitor, kept = monitor_of_one(tmp_path, rank=3)

@@ -48,6 +48,15 @@ def test_times_without_etcd_are_summed_up():
     assert not any("etcd" in line for line in report(story(THREE_STEPS), 30.0))
 
 
+def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
+    """A survivor that knows of no failure but its own lost group says that it waits, and all its time is `detect`."""
+    said = f"{DEATH}, and no new generation can be agreed: etcd does not answer"
+    lost = events.Culprit(1, 20, 6.0, (), (), said)
+    told = story([entry for entry in [*AWAY, (14.0, "a", lost)] if entry[1] == "a"])
+    assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")
+    assert totals(told.spans_by_node(20.0)["a"])["detect"] == 12.0
+
+
 def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
     """Nobody trains without it while nothing can be agreed, so it does not stand by; afterwards it may."""
     ready = [*AWAY, (8.0, "b", events.WorkerEnded(1, 1, 12, -9, DEATH)), (9.0, "b", events.Ready(0))]
