@@ -1,7 +1,7 @@
 r"""Scales the learning rate with the world size: each process brings samples of its own, so the global batch grows.
 
-    elasticrt simulate --nodes 2 --nnodes 1:3 --fault "step 50: kill node 1" --fault "step 120: add node" \
-        examples/scale_lr.py
+    elasticrt simulate --nodes 2 --nnodes 1:3 --join now --fault "step 50: kill node 1" --fault "step 120: add node" \
+        examples/scale_lr.py --steps 20000
 
 With a global batch of a fixed size (`global_batch_size=...`, as in `mnist_ddp.py`) nothing has to be scaled: the loss
 curve is the same at any world size.

@@ -147,6 +147,7 @@ class Loop:
     @property
     def steps_done(self) -> int:
         """How many steps are done, over all epochs and restarts. After the block of a step, that step is included."""
+        self._tracker.note_question()
         return self._state.position.steps + self._tracker.has_uncounted_step
 
     @property
@@ -161,6 +162,7 @@ class Loop:
         and are in `evaluate` after it, this rank has taken over their state. Then this is True, so that the script
         follows them into `evaluate`.
         """
+        self._tracker.note_question()
         return self._tracker.completes
 
     # Epochs
@@ -311,7 +313,8 @@ class Loop:
         """Iterate over the batches of this epoch that are not trained yet.
 
         The step of a batch counts when the script asks for the next batch. After `break` it counts if the optimizer has
-        stepped, and after an exception it does not count. So ask for a batch only when the one before is trained. To
+        stepped, or if the script has asked behind the block for `steps_done` or `complete`. Otherwise it is undone.
+        After an exception it does not count. So ask for a batch only when the one before is trained. To
         read ahead, let the loader do so (`num_workers`, `prefetch_factor`).
 
         A step that was undone gives the script the same batch again, or with a sampler this rank's part of the same
@@ -366,10 +369,12 @@ class Loop:
         state, world, tracker = self._state, self._world, self._tracker
         resumed = (number == 1 and state.position.batches > 0) or state.begun_elsewhere
         state.begun_epoch, state.begun_elsewhere = state.position.epoch, False
+        beginning = state.rng.beginning(state.position, resumed=resumed)
         if state.position.drained or state.position.left or self._is_exhausted:
             tracker.has_left = state.position.left
-            return
-        beginning = state.rng.beginning(state.position, resumed=resumed)
+            # What the head has drawn once more does not count.
+            with beginning:
+                return
         drawing = Drawing(loader, state.sampler, state.position.batches, (world.size, state.rng.rank), beginning)
         epoch, seat_changes = state.position.epoch, world.seat_changes
         # If this rank has taken over the state of ranks in a later epoch, the batches of this epoch are over.
@@ -802,16 +807,24 @@ class Loop:
     def _end_batch(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if an optimizer has stepped, or with `passed`.
 
+        A step that does not count is undone, because the start after a `break` makes it again. It counts if it cannot
+        be undone.
+
         Args:
             passed: whether the script has gone on behind the batch, and has not left it by `break`.
         """
+        passed = passed or self._tracker.is_behind_block
         part = self._tracker.end_batch()
+        ends = part is not None and part.last
         if part is not None:
             self._weighting.end()
-        if part is not None and part.last and (passed or self._undo.has_stepped):
+        if ends and (passed or self._undo.has_stepped):
             self._count_step()
         elif self._undo.open and not passed:
-            self._undo.abandon_step()
+            if ends and not self._undo.is_undoable():
+                self._count_step()
+            else:
+                self._undo.undo()
 
     def _count_step(self) -> None:
         """Count the finished step in the position, in the sampler and on the status page.

@@ -38,6 +38,8 @@ class StepTracker:
         at_head: whether the script is in the head of an epoch's body.
         head_repeats: whether that head has run before. Its effects are in the state then.
         awaits_boundary: whether the step of `steps` counts already, and the boundary behind it is still to come.
+        is_behind_block: whether the script has asked behind the block of a step that does not count yet how many steps
+            are done. So the block has ended in order, and not by a `break` inside of it.
         error: the exception that has left the last block, and ended its step; None if there was none.
     """
 
@@ -56,6 +58,7 @@ class StepTracker:
         # Whether the script has been at the end of the epoch's batches that a `break` has made.
         self.has_left = False
         self.awaits_boundary = False
+        self.is_behind_block = False
         self.error: BaseException | None = None
         # How many evaluations the script has come to once more in a head that repeats.
         self._head_evaluations = 0
@@ -74,6 +77,10 @@ class StepTracker:
         """Whether the last block of a step has ended, and the step does not count yet."""
         return self._block_ended and self.slice is not None and self.slice.last
 
+    def note_question(self) -> None:
+        """Note that the script asks how far it is."""
+        self.is_behind_block = self.has_uncounted_step
+
     def check(self, where: str) -> None:
         """Raise ConfigError if the Loop is not inside its epochs. `where` is the name of the script's call."""
         validation.check_stage(self.stage, where)
@@ -87,7 +94,7 @@ class StepTracker:
             part: the part of the global batch that the batch is.
         """
         self.slice = part
-        self._block_ended = False
+        self._block_ended = self.is_behind_block = False
 
     def end_batch(self) -> BatchSlice | None:
         """Note that the batch is over. Returns the slice of the batch; None between two batches."""

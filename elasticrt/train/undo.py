@@ -249,16 +249,20 @@ class Undo:
             return None
         return tuple((each, None if each.grad is None else each.grad.detach().clone()) for each in owners)
 
+    def is_undoable(self) -> bool:
+        """Whether `undo` can go back in full."""
+        if not self.optimizer_has_begun:
+            self._learn_early_changes()
+        copied = not self.optimizer_has_begun or self._state_before_optimizer is not None
+        return copied and not self._has_uncopied_changes
+
     def undo(self) -> bool:
         """Go back to where the step began.
 
         Returns False if that is not possible in full: an optimizer has begun to step and nothing was copied before, or
         the script has changed something of which there is no copy. This rank then needs the state of another one.
         """
-        if not self.optimizer_has_begun:
-            self._learn_early_changes()
-        before = self._state_before_optimizer
-        known = not self._has_uncopied_changes and (not self.optimizer_has_begun or before is not None)
+        known, before = self.is_undoable(), self._state_before_optimizer
         if known and before is not None:
             stateful.put_back(self._training.objects, before, "the beginning of the step")
         self._state_before_optimizer = None

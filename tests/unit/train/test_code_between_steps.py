@@ -249,6 +249,7 @@ def test_what_comes_before_a_break_counts_once(tmp_path: Path, place: str) -> No
             for epoch in run.loop.epochs(3):
                 leaves_here = leaves and epoch == 1
                 run.loop.vars["heads"] += 1
+                run.loop.vars.setdefault("drawn", []).append(random.random())
                 run.scheduler.step()
                 if leaves_here and place == "at the head":
                     break

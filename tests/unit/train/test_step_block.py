@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -234,6 +235,50 @@ def test_steps_are_counted_alike_with_and_without_an_optimizer(tmp_path: Path, h
     assert len(seen) > 3
     assert seen == [(step, step + 1) for step in range(len(seen))]
     assert loop.steps_done == len(seen)
+
+
+@pytest.mark.parametrize("kind", ["gradients are added up", "weights are changed by hand"])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_break_behind_a_block_without_an_optimizers_step(tmp_path: Path, stop: int, asks: bool, kind: str) -> None:
+    """The step counts if the script has asked for the number of steps, or cannot be undone; else it leaves no trace."""
+
+    def train(directory: str, until: int) -> tuple[object, ...]:
+        torch.manual_seed(0)
+        random.seed(0)
+        data = TensorDataset(torch.arange(8.0).double().reshape(8, 1))
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = ElasticBatchSampler(data, 2, shuffle=False)
+        loop, steps = Loop(tmp_path / directory, sampler=sampler, model=model, optimizer=optimizer), 0
+        loop.vars["seen"] = []
+        for _ in loop.epochs(2):
+            for (x,) in loop.batches(DataLoader(data, batch_sampler=sampler)):
+                with loop.step():
+                    loop.vars["seen"].append((x.sum().item(), random.random()))
+                    model(x).square().mean().backward()
+                    if kind == "weights are changed by hand":
+                        with torch.no_grad():
+                            model[0].weight -= 0.1
+                    elif len(loop.vars["seen"]) % 3 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                steps += 1
+                if (loop.steps_done if asks else steps) == until:
+                    break
+            if steps == until:
+                assert not asks or loop.steps_done == until
+                break
+        return (
+            loop.steps_done,
+            loop.vars["seen"],
+            random.random(),
+            *(each.sum().item() for each in model.state_dict().values()),
+        )
+
+    expected = train("straight", -1)
+    train("with a stop", stop)
+    assert train("with a stop", -1) == expected
 
 
 @pytest.mark.parametrize("micro", [None, 1], ids=["whole batches", "micro-batches"])
