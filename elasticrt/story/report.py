@@ -91,7 +91,8 @@ def outages(story: Story, now: float | None = None) -> str:
 def paces(story: Story, now: float | None = None) -> str:
     """The number of steps, their speed (see `speed`), and the newest checkpoint."""
     if not story.has_step_numbers:
-        return "steps are not counted: the script has no Loop"
+        has_stepped = any(chapter.stepped_at is not None for chapter in story.generations.all)
+        return "steps are not counted: the script has no Loop" if has_stepped else "no step was seen"
     chapter, scalars = story.generations.newest, story.steps.scalars
     saved, missed = story.checkpoints.newest, story.checkpoints.unsaved
     text = ", ".join(filter(None, (counted(steps_made(story), "step"), speed(story, now))))

@@ -110,7 +110,7 @@ class Saving:
             if (save or copy) and snapshots.have_room:
                 self.take(save=save, copy=copy)
 
-    def save_while_waiting(self, then: Callable[[], object]) -> None:
+    def save_while_waiting(self, then: Callable[[], object], state: Mapping[str, Any] | None = None) -> None:
         """Save the state while the run waits for nodes, if this is rank 0 and no checkpoint here holds the state.
 
         The save is written by another thread, because the next seat may come at any time.
@@ -119,6 +119,7 @@ class Saving:
             then: called when that is done, perhaps by another thread; at once if there is nothing to save. A save may
                 hang with its disk, so after WAITING_SAVE_S_MAX seconds `then` is called all the same, and once more if
                 the save ends.
+            state: the state to save; None: the present one.
         """
         if self.is_first and self.checkpointer.adds(self._state.position.steps):
             late = threading.Timer(WAITING_SAVE_S_MAX, then)
@@ -129,7 +130,7 @@ class Saving:
                 late.cancel()
                 then()
 
-            self.take(save=True, copy=False, then=saved)
+            self.take(save=True, copy=False, then=saved, state=state)
         else:
             then()
 

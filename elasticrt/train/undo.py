@@ -316,6 +316,11 @@ class Undo:
         """
         self.state_outside_batches = WatchedState(self._training.collect() if known else None)
 
+    @property
+    def noted_state(self) -> dict[str, Any] | None:
+        """The state of the position, if it was noted outside of the batches and is still known; else None."""
+        return None if self.state_outside_batches is None else self.state_outside_batches.state
+
     def state_of_position(self) -> dict[str, Any] | None:
         """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known.
 
@@ -329,7 +334,7 @@ class Undo:
         A restart enters the epoch again. What the script has done there before or after the batches is done again, so
         it must not be in the state. A restart goes on with the batches that are left.
         """
-        noted = None if self.state_outside_batches is None else self.state_outside_batches.state
+        noted = self.noted_state
         if noted is not None:
             noted[stateful.LOOP_KEY]["position"]["left"] = False
         return noted

@@ -196,7 +196,8 @@ class World:
 
     def _report_waiting(self) -> None:
         """Tell the agent that this process makes no step, as soon as the state that it waits with is saved."""
-        self._saving.save_while_waiting(handover.make_stop_report(self._saving.run.total))
+        # A restart from this save runs the code before or after the batches again, which this process has begun to run.
+        self._saving.save_while_waiting(handover.make_stop_report(self._saving.run.total), self._undo.noted_state)
 
     def evaluate(self, call: Callable[[], Result], what: str) -> Result:
         """Make an evaluation, again in each new generation until it ends without the loss of a rank.

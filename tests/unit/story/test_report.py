@@ -351,3 +351,12 @@ def test_what_is_run_again_after_success_is_another_story() -> None:
     assert report(told) == report(story([*again, *more]))
     late = story([*LOST[:-1], (13.1, "c", started()), (13.2, "a", events.AgentStopped(0))])
     assert late.steps.newest == 60, "who comes while the others end begins nothing"
+
+
+@pytest.mark.parametrize(("steps", "says"), [(False, "no step was seen"), (True, "steps are not counted")])
+def test_a_run_whose_steps_have_no_numbers(*, steps: bool, says: str) -> None:
+    """A run that succeeds without a step may have a Loop that had nothing left to do."""
+    entries = [(at, node, event) for at, node, event in THREE_STEPS if at < 4]
+    made = [(4.0, "a", events.SetUp(1, {"start": 500, "script": 1500}))] if steps else []
+    told = story([*entries, *made, (9.0, "a", events.Result("succeeded", 0, "all ended"))])
+    assert any(line.startswith(says) for line in report(told))

@@ -31,13 +31,13 @@ class StopError(Exception):
 class Run:
     """A script with a head and a body, which each start begins anew."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, every: str = "1 steps") -> None:
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.sampler = ElasticBatchSampler(DATA, global_batch_size=3, shuffle=False)
         given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        self.loop = Loop(directory, sampler=self.sampler, every="1 steps", **given)
+        self.loop = Loop(directory, sampler=self.sampler, every=every, **given)
         self.loop.vars["heads"] = 0
         self.evaluated: list[object] = []
         self.calls = 0
@@ -266,4 +266,37 @@ def test_what_comes_before_a_break_counts_once(tmp_path: Path, place: str) -> No
                     break
         learned = run.optimizer.param_groups[0]["lr"], run.model.weight.item()
         counted.append((run.loop.steps_done, run.loop.vars, run.scheduler.last_epoch, *learned))
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("place", ["at the head", "after the batches"])
+def test_what_was_done_outside_of_the_batches_is_not_saved_while_nodes_are_missing(tmp_path: Path, place: str) -> None:
+    """L5: a survivor saves and waits in the middle of such code, and all is lost: it counts once after the restart."""
+    counted = []
+    for name, stops in (("whole", [False]), ("two starts", [True, False])):
+        for stops_here in stops:
+            torch.manual_seed(0)
+            run = Run(tmp_path / name, every="1000 steps")
+
+            def all_is_lost(run: Run = run) -> None:
+                run.loop._world._report_waiting()
+                run.loop._saving.checkpointer.wait()
+                raise StopError
+
+            with pytest.raises(StopError) if stops_here else nullcontext():
+                for epoch in run.loop.epochs(3):
+                    run.loop.vars["heads"] += 1
+                    run.scheduler.step()
+                    if stops_here and epoch == 1 and place == "at the head":
+                        all_is_lost()
+                    for (x,) in run.loop.batches(DataLoader(DATA, batch_sampler=run.sampler)):
+                        with run.loop.step():
+                            run.model(x).square().mean().backward()
+                            run.optimizer.step()
+                            run.optimizer.zero_grad()
+                    run.scheduler.step()
+                    if stops_here and epoch == 1:
+                        all_is_lost()
+        counted.append((run.loop.vars, run.scheduler.last_epoch, run.model.weight.item()))
     assert counted[0] == counted[1]
