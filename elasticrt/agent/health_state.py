@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elasticrt.ipc.time_bounds import CLOSER_S
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.outage import Outage
 from elasticrt.rendezvous.records import Seat
@@ -54,7 +55,7 @@ class HealthState:
         nodes, world_size: the numbers of nodes and of workers of that generation; 0 if none of its nodes is left.
         ranks: the first and the last rank of this node in that generation; None without a seat there.
         step: the last step that all workers of this node have finished; None while that is unknown.
-        standing_s: for how long no step has been made, once the reason is known; else 0.
+        standing_s: for how long no step has been made, once the reason is known or that is rather long; else 0.
         slow: the node that is slow, and how many times as long as the others' its own work takes; None without one.
     """
 
@@ -114,6 +115,9 @@ def member(
     found = readiness(me, seat, number, away_s=away_s, alone_s=alone_s, doing=doing)
     # A member that led before knows no longer how many members there are.
     short_s = now - view.too_few_since if view.too_few_since is not None and view.members_complete else 0.0
+    # The story tells of a stand once it is known whom the others wait for. A node that is cut off never hears that.
+    stands_s = now - me.standing_since if me.standing_since is not None else 0.0
+    stands_s = stands_s if stands_s >= CLOSER_S else 0.0
     return HealthState(
         run_id=story.run.run_id,
         node=me.record.node,
@@ -129,7 +133,7 @@ def member(
         world_size=generation.world_size if generation and runs else 0,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
         step=step,
-        standing_s=round(max(story.standstill_s(told_at), short_s), 1),
+        standing_s=round(max(story.standstill_s(told_at), stands_s, short_s), 1),
         slow=(slow.slow, round(slow.own_s / slow.others_s, 2)) if slow is not None and slow.others_s else None,
     )
 

@@ -267,7 +267,7 @@ def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:
     if record.state == "building":
         return "wait", record.node
     if record.state == "failed" and record.generation == asked.generation:
-        return "failed", record.error
+        return "failed", f"on {record.node}: {record.error}"
     # The build failed in an earlier generation. Another try is allowed.
     return "", ""
 

@@ -119,6 +119,16 @@ def test_the_reason_is_what_the_story_of_the_run_says(
     assert (noted.run_id, noted.standing_s, noted.slow) == ("calm-fox", standing_s, slow)
 
 
+@pytest.mark.parametrize(("since", "led", "standing_s"), [(520.0, False, 10.0), (529.0, False, 0.0), (None, True, 0.0)])
+def test_a_stand_that_nobody_explains(since: float | None, led: bool, standing_s: float) -> None:
+    """A node that is cut off hears no reason, and says that it makes no step. Who led before counts no members."""
+    told = story([(0.0, "alpha", started()), (2.0, "alpha", replace(begun(2, "ab"), nodes=("alpha", "beta")))])
+    view = View("alpha", too_few_since=500.0 if led else None)
+    me = Me(record=RECORD, spec=SPEC, lease="connected", standing_since=since)
+    noted = member(me, view, Outage(lambda _: None), 530.0, story=told, told_at=30.0, step=20)
+    assert (view.members_complete, noted.standing_s) == (False, standing_s)
+
+
 def test_what_was_lost_while_etcd_is_away_is_told() -> None:
     """No generation can follow a failure then: the reason has what this node's workers have seen of it."""
     told = story([(0.0, "alpha", started()), (2.0, "alpha", replace(begun(2, "ab"), nodes=("alpha", "beta")))])
