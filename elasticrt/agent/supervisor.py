@@ -31,7 +31,7 @@ from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.failure import Failure, in_words
+from elasticrt.ipc.failure import Failure, first_cause, in_words
 from elasticrt.ipc.messages import Copied, CopyDamaged, LeftGeneration, Reply, Step, Unsaved, Warm
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,
@@ -249,10 +249,9 @@ class Supervisor:
                 # `progress` event, so the supervisor writes one now instead of at the next interval.
                 self.progress.look_and_write()
             self.hangs.ask_if_stalled(now)
-        failures, failed_at = self._state.failures, self._state.failed_at
-        if unagreed and failures and failed_at is not None and not self._state.hung:
-            summary = next((each for each in failures if not each.collateral), failures[0]).summary
-            self.hangs.search.report_unagreed(now, failed_at, summary, unagreed)
+        cause, failed_at = first_cause(self._state.failures, ()), self._state.failed_at
+        if unagreed and cause is not None and failed_at is not None and not self._state.hung:
+            self.hangs.search.report_unagreed(now, failed_at, cause.summary, unagreed)
         self._look_for_laggards(now, elsewhere)
         self.hangs.search.renew_answer(now)
 
