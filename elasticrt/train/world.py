@@ -399,6 +399,9 @@ class World:
             state.ledger.restored(history)
         else:
             state.take_over(taken)
+            if state.position.steps != steps:
+                # What was noted outside of the batches is of the older position.
+                self._undo.state_outside_batches = None
             self._rng_before_evaluations = taken[stateful.LOOP_KEY]["rng_before"]
             self.evaluations.forget()
             self._saving.run.total = taken[stateful.LOOP_KEY]["total"]
