@@ -167,6 +167,8 @@ def readiness(
     # Its workers have ended, and without etcd no generation can be agreed in which they would start again.
     if seat is not None and away:
         return Finding(False, f"its workers of generation {generation} have ended{away}")
+    if seat is not None and me.report is not None and (me.report.generation, me.report.status) == (generation, "ok"):
+        return Finding(True, f"its workers of generation {generation} have ended well, and wait for the others")
     if seat is not None:
         return Finding(True, f"starts its workers of generation {generation}")
     if away:

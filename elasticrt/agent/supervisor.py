@@ -387,11 +387,14 @@ class Supervisor:
         return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
     def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
-        """Look at `now` for workers on this node that run on although workers here or `elsewhere` have ended well."""
+        """Look at `now` for workers on this node that run on behind the training.
+
+        Workers here or `elsewhere` have ended well, or all are behind their Loop.
+        """
         state = self._state
         ended = [f"rank {rank}" for rank in state.ended_well] + [f"those on {node}" for node in elsewhere]
-        concerned = state.generation is not None and state.running and state.failed_at is None and bool(ended)
-        pids = self.group.pids(state.number) if concerned else {}
+        concerned = state.generation is not None and state.running and state.failed_at is None
+        pids = self.group.pids(state.number) if concerned and (ended or self.hangs.steps.is_over) else {}
         left = {rank: pid for rank, pid in pids.items() if state.ranks.get(rank) not in state.ended_well}
         self.hangs.ask_if_waited_for(now, ended, left)
 

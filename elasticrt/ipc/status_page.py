@@ -61,6 +61,8 @@ class StatusPage(ctypes.Structure):
         data_ns, save_ns, pause_ns: time spent waiting for the loader, standing still for a checkpoint or a copy of the
             state, and in `loop.pause`, without the wait and the pause that are under way.
         drawing_ns, pausing_ns: when that wait, and that pause, began.
+        over: 1 behind the script's Loop: no step follows unless the script begins another Loop. This time counts as a
+            pause.
         saving_ns: when the newest checkpoint was begun.
         samples: trained on by the run, over all epochs; 0 without a sampler.
 
@@ -102,6 +104,7 @@ class StatusPage(ctypes.Structure):
     pause_ns: int
     drawing_ns: int
     pausing_ns: int
+    over: int
     saving_ns: int
     samples: int
 

@@ -9,7 +9,9 @@ stacks, for one of these reasons (`Stacks.why`):
 * "paused": no step was expected for `--hang-timeout`: `loop.pause`, a save, code between two epochs. This is reported,
   and has no other consequence.
 * "waited_for": workers run on after others have ended. One rank may rightly save or evaluate alone, so this is a
-  failure only if the sessions of these workers use next to no processor time for `--hang-timeout`.
+  failure only if the sessions of these workers use next to no processor time for `--hang-timeout`. The same if all
+  workers are behind their Loop and do not end, after END_FACTOR times as long: they may wait in a collective for a rank
+  that is busy on another node.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ from collections.abc import Collection, Mapping, Sequence
 
 from elasticrt import events
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, STOPPED_S
+from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, SAY_AFTER_S, STOPPED_S
 from elasticrt.liveness.culprit_search import CulpritSearch
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, IdleWorkers, stopped_since
 from elasticrt.liveness.step_watch import StepWatch
 from elasticrt.liveness.watched_workers import WatchedWorkers
 from elasticrt.workers.failures import stalled_failure
+
+END_FACTOR = 3.0
+"""How many times --hang-timeout all workers may do nothing behind their Loop. By default this is half an hour, as
+long as a collective may take."""
+
+
+_TRAINING = "the training"
+"""Stands for what has ended where all workers are behind their Loop."""
 
 
 class HangMonitor:
@@ -56,6 +66,8 @@ class HangMonitor:
         self._reported_pause: float | None = None
         self._idle: IdleWorkers | None = None
         self._idle_look_at: float | None = None
+        # Whether these workers did nothing when their stacks were asked for.
+        self._is_idle = False
         # When `are_busy` was called last, and the processor time that the late workers had used by then. The infinity
         # makes the first answer False.
         self._cpu_used = now, math.inf
@@ -119,17 +131,21 @@ class HangMonitor:
             ended: descriptions of the workers that have ended; empty if none has.
             left: the process ids of the workers that run on, by local rank.
         """
-        if not ended or not left:
+        is_over = not ended and self.steps.is_over
+        if not (ended or is_over) or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
             self._idle_look_at = now + LOOK_IDLE_S
             used_s = self._workers.cpu_s(left.values())
             before = self._idle or IdleWorkers(now, used_s, now)
-            self._idle = before.looked(used_s, now, self._hang_s)
+            limit_s = self._hang_s * (END_FACTOR if is_over else 1.0)
+            self._idle = before.looked(used_s, now, limit_s, may_work=is_over)
             over = self._idle.is_over and not before.is_over
             if over or (self._idle.is_reported and not before.is_reported):
                 age_s = now - (before.idle_since if over else before.since)
-                who = " and ".join(ended)
+                who = " and ".join(ended) or _TRAINING
+                # A rank that works, such as one that evaluates alone, is no reason for the others to complain of it.
+                self._is_idle = now - self._idle.idle_since > SAY_AFTER_S / 2
                 self._workers.ask_for_stacks(
                     Stacks("waited_for", self._workers.state().number, 0, age_s, over, ended=who), left
                 )
@@ -150,14 +166,23 @@ class HangMonitor:
     def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Say which ranks run on after others have ended. Returns the failure's message."""
         age, bound = f"{stacks.age_s:.0f} s", ""
+        node, step, age_s = self._workers.settings.node, self.steps.detector.step, round(stacks.age_s, 1)
+        if self._is_idle:
+            reason = "; ".join(f"rank {rank} on {node} has not ended: {where(each)}" for rank, each in lines.items())
+            self._workers.event_log.write(
+                events.Culprit(stacks.generation, step, age_s, tuple(sorted(lines)), (node,), reason)
+            )
         if stacks.final:
-            self._write(stacks, lines, self.steps.detector.step)
+            self._write(stacks, lines, step)
         if self._hang_s:
-            bound = f" (it is ended after doing nothing for {self._hang_s:g} s: --hang-timeout)"
+            limit_s, times = self._hang_s, ""
+            if stacks.ended == _TRAINING:
+                limit_s, times = limit_s * END_FACTOR, f"{END_FACTOR:g} x "
+            bound = f" (it is ended after doing nothing for {limit_s:g} s: {times}--hang-timeout)"
         what = "has done nothing since" if stacks.final else f"still runs{bound}"
         for rank, each in lines.items():
             self._workers.say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
-        who = f"rank {min(lines)} on {self._workers.settings.node}"
+        who = f"rank {min(lines)} on {node}"
         return f"{who} did not end, and did nothing for {age}, after {stacks.ended} had"
 
     def _report_stand(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:

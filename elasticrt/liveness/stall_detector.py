@@ -181,7 +181,8 @@ class IdleWorkers:
         cpu_s: the seconds of processor time that the workers had used at `idle_since`. They have hardly used more
             since.
         idle_since: since when the workers do nothing.
-        is_reported: whether to report that they run on.
+        is_reported: whether to report that they run on: SAY_AFTER_S after the others have ended. Behind the training
+            the script may rightly work on, so there they must have done nothing for so long.
         is_over: whether they have done nothing for too long.
     """
 
@@ -191,16 +192,17 @@ class IdleWorkers:
     is_reported: bool = False
     is_over: bool = False
 
-    def looked(self, cpu_s: float, now: float, limit_s: float) -> IdleWorkers:
+    def looked(self, cpu_s: float, now: float, limit_s: float, *, may_work: bool = False) -> IdleWorkers:
         """Return the value after a look at `now`.
 
         Args:
             cpu_s: the seconds of processor time that the workers have used in all.
             now: seconds of the monotonic clock.
             limit_s: how long the workers may do nothing; 0: for ever.
+            may_work: whether these are all workers of the node, behind the training.
         """
-        reported = self.is_reported or now >= self.since + SAY_AFTER_S
+        reported = self.is_reported or (not may_work and now >= self.since + SAY_AFTER_S)
         if cpu_s - self.cpu_s >= IDLE_SHARE * (now - self.idle_since):
             return replace(self, cpu_s=cpu_s, idle_since=now, is_reported=reported)
         over = self.is_over or (limit_s > 0 and now - self.idle_since >= limit_s)
-        return replace(self, is_reported=reported, is_over=over)
+        return replace(self, is_reported=reported or now >= self.idle_since + SAY_AFTER_S, is_over=over)

@@ -25,7 +25,8 @@ class StepWatch:
     Attributes:
         detector: the steps of this generation, as far as they have been seen.
         looped: whether the workers count their steps in a Loop.
-        paused_since: since when no step has been expected; None while one is expected.
+        paused_since: since when no step has been expected; None while one is expected, and behind the Loop.
+        is_over: whether all workers are behind their Loop.
         pauses_s: the seconds of the newest pauses.
     """
 
@@ -44,6 +45,7 @@ class StepWatch:
         self.detector = self._new_detector()
         self.looped = False
         self.paused_since: float | None = None
+        self.is_over = False
         self.pauses_s: tuple[float, ...] = ()
         # The total time of pauses at the last look.
         self._paused_ns: int | None = None
@@ -76,8 +78,11 @@ class StepWatch:
             self.pauses_s = (*self.pauses_s, (paused_ns - self._paused_ns) / 1e9)[-PAUSES_KEPT:]
         self._paused_ns = paused_ns
         pauses = in_loop and not held and not all(page.stepping for page in pages)
-        self.paused_since = self.paused_since or now if pauses else None
+        self.is_over = in_loop and all(page.over for page in pages)
+        self.paused_since = self.paused_since or now if pauses and not self.is_over else None
         if not in_loop and not (pages and all(page.beats for page in pages)):
+            # Such as of workers that have ended.
+            self.detector = replace(self.detector, expected=False)
             return
         # Optimizer steps before the Loop do not count: they have another pace.
         if in_loop and not self.looped:

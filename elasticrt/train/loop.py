@@ -282,6 +282,7 @@ class Loop:
         # others are in this one. So no Loop around this one goes on in place any more.
         for other in _running:
             other._world.in_place.disable()
+        self._resume_training()
         self._is_first_loop = not Loop._any_was_entered
         Loop._any_was_entered = True
         self._world.enter(fresh=self._fresh)
@@ -301,6 +302,14 @@ class Loop:
         self._state.ledger.close()
         self._tracker.stage, self._tracker.slice = "over", None
         _running.remove(self)
+        if not _running:
+            self._page.over, self._page.pausing_ns = 1, time.monotonic_ns()
+
+    def _resume_training(self) -> None:
+        """Note that steps are to be expected again, if a Loop before this one was over."""
+        if self._page.over:
+            since_ns, self._page.pausing_ns, self._page.over = self._page.pausing_ns, 0, 0
+            self._page.pause_ns += time.monotonic_ns() - since_ns
 
     @property
     def _is_exhausted(self) -> bool:

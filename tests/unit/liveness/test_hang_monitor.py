@@ -172,6 +172,30 @@ def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
     assert kept == [events.Stalled(2, 0, 12.0, True, {"3": ("  File a.py",)})]
 
 
+def test_workers_that_do_not_end_behind_the_training_are_told_and_then_ended(tmp_path: Path) -> None:
+    """All of them have left their Loop. One that works on is let be; one that does nothing fails in the end."""
+    page, used_s = StatusPage(StatusPage.create()), [0.0]
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page, hang_s=10.0, cpu_s=lambda _: used_s[0])
+    page.step, page.step_at_ns, page.entered, page.over, page.pausing_ns = 30, 90 * 10**9, 31, 1, 90 * 10**9
+    seen = []
+    for at in range(100, 150):
+        used_s[0] += 0.5 if at < 110 else 0.0
+        monitor.steps.look(float(at), held=False)
+        monitor.ask_if_stalled(float(at))
+        monitor.ask_if_waited_for(float(at), [], {0: os.getpid()})
+        while not found.empty():
+            failure = monitor.report(found.get())
+            seen.append((at, failure and failure.summary))
+    ended = "rank 0 on n0 did not end, and did nothing for 30 s, after the training had"
+    assert seen == [(114, None), (139, ended)]
+    assert [(type(each), getattr(each, "nodes", None)) for each in kept] == [
+        (events.Culprit, ("n0",)),
+        (events.Culprit, ("n0",)),
+        (events.Stalled, None),
+    ]
+    assert kept[0].reason == 'rank 0 on n0 has not ended: File "/a/train.py", line 7 in stuck'
+
+
 def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     """The age is that of the moment when it is written, and a second round of answers adds no event.
 

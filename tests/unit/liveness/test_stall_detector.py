@@ -157,3 +157,27 @@ def test_a_watcher_that_was_away_counts_from_its_return() -> None:
     pace = pace.looked(pace.step, pace.since, back, expected=True)
     assert pace.standing_since(back) is pace.stalled_s(back) is None
     assert pace.standing_since(back + 0.8) is not None
+
+
+def test_behind_the_training_no_step_is_expected() -> None:
+    """L5: neither of workers that are behind their Loop, nor of those that have ended after a last look in it."""
+    fd = StatusPage.create()
+    page = StatusPage(fd)
+    os.close(fd)
+    page.step, page.step_at_ns, page.entered, page.stepping = 30, int(100e9), 31, 1
+    pages = [page]
+    options = SimpleNamespace(hang_timeout_s=12.0)
+    watch = StepWatch(SimpleNamespace(settings=SimpleNamespace(options=options), pages=lambda: pages))
+    watch.look(100.1, held=False)
+    watch.look(100.5, held=False)
+    assert watch.detector.expected
+    pages.clear()
+    watch.look(101.0, held=False)
+    assert watch.detector.stalled_s(1e6) is None
+    assert not watch.is_over
+    pages.append(page)
+    page.stepping, page.over = 0, 1
+    watch.look(102.5, held=False)
+    assert watch.is_over
+    assert watch.paused_since is None
+    assert watch.detector.stalled_s(1e6) is None

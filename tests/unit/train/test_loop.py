@@ -642,6 +642,24 @@ def test_a_pause_in_a_pause_is_a_part_of_it(tmp_path):
             assert 0 < page.pause_ns - before_ns <= time.monotonic_ns() - since_ns
 
 
+def test_behind_the_last_loop_the_training_is_over(tmp_path):
+    """That time counts as a pause, until the script ends or begins another Loop; a Loop inside of another is none."""
+    page = agent_client.status_page()
+    outer, since_ns = Run(tmp_path / "outer"), time.monotonic_ns()
+    for _ in outer.loop.epochs(1):
+        assert (page.over, page.pausing_ns) == (0, 0)
+        Run(tmp_path / "inner").to_the_end(1)
+        assert (page.over, page.pausing_ns) == (0, 0)
+        for _batch in outer.loop.batches(outer.loader):
+            pass
+    assert page.over
+    assert page.pausing_ns >= since_ns
+    before_ns, behind_ns = page.pause_ns, time.monotonic_ns() - page.pausing_ns
+    for _ in Run(tmp_path / "next").loop.epochs(1):
+        assert (page.over, page.pausing_ns) == (0, 0)
+        assert page.pause_ns - before_ns >= behind_ns
+
+
 def test_restoring_begins_with_the_loop(tmp_path):
     """What the script has done before is no part of it."""
     page = agent_client.status_page()
