@@ -50,7 +50,10 @@ class RngState:
         self._seed = seed
         self.rank = 0
         self.alike: list[str] = []
-        self._restored: dict[str, Any] = {}  # The states after `restore`, with which a resumed epoch begins.
+        # The generators that `restore` took from the saved state.
+        self._kinds: Collection[str] = ()
+        # The states from before the head of an epoch's body runs once more; None when it does not.
+        self._before_head: dict[str, Any] | None = None
 
     def compare(self) -> None:
         """Find out which generators are in the same state on all ranks. Call this before a restore. Collective."""
@@ -72,15 +75,62 @@ class RngState:
         kinds = KINDS if alike is None and self.rank == 0 else self.alike
         restore(state, kinds)
         derive(state["seed"], self.rank, step, kinds=set(KINDS) - set(kinds))
-        self._restored = capture()
+        self._kinds = kinds
 
     def go_back(self, earlier: dict[str, Any]) -> None:
-        """Go on from an `earlier` state of another rank, for the generators with which all ranks draw alike.
+        """Go on from a state that is `earlier` than the one of `restore`, for the generators that `restore` has set.
 
         Does nothing with a seed: then each rank has numbers of its own.
         """
+        if self._seed is None and earlier:
+            restore(earlier, self._kinds)
+
+    def present(self) -> dict[str, Any]:
+        """The states of the present position, for `go_on`. Empty with a seed."""
+        return {} if self._seed is not None else self._before_head or capture_raw()
+
+    def go_on(self, states: dict[str, Any]) -> None:
+        """Go on from a result of `present`; if it is empty, from where the generators are."""
+        if states:
+            restore(states)
+
+    # The head of an epoch's body is the script's code before its batches. A process that enters an epoch in its middle
+    # runs the head once more, and has to draw there what was drawn the first time: the epoch's negative samples, for
+    # example. After the beginning of the loader, which draws a number as well, it goes on as it was before the head.
+
+    def begin_head(self) -> dict[str, Any]:
+        """The states to save, because the head begins for the first time. Empty with a seed: they follow from it."""
+        self._before_head = None
+        return capture() if self._seed is None else {}
+
+    def repeat_head(self, earlier: dict[str, Any], position: Position) -> None:
+        """Go back to where the head began.
+
+        Args:
+            earlier: the result of `begin_head`.
+            position: the present position.
+        """
+        self._before_head = capture_raw()
+        self.begin_step(position._replace(steps=position.steps - position.batches))
+        self.go_back(earlier)
+
+    def pass_evaluation(self, number: int, position: Position) -> dict[str, Any]:
+        """Go on behind evaluation `number` of the head, from 0. Returns the states to save, empty with a seed."""
         if self._seed is None:
-            restore(earlier, self.alike)
+            return capture()
+        derive(self._seed, self.rank, position.steps - position.batches, position.epoch, number)
+        return {}
+
+    def skip_evaluation(self, number: int, passed: dict[str, Any], position: Position) -> None:
+        """Go on behind evaluation `number` of the head without making it. `passed`: what `pass_evaluation` returned."""
+        if self._seed is not None:
+            self.pass_evaluation(number, position)
+        self.go_back(passed)
+
+    def _end_head(self) -> None:
+        if self._before_head is not None:
+            restore(self._before_head)
+        self._before_head = None
 
     def begin_step(self, position: Position) -> None:
         """With a seed, make all that is drawn until the end of the next step follow from the seed and `position`."""
@@ -88,22 +138,16 @@ class RngState:
             derive(self._seed, self.rank, position.steps, position.epoch)
 
     @contextmanager
-    def beginning(self, position: Position, *, resumed: bool) -> Iterator[None]:
+    def beginning(self, *, resumed: bool) -> Iterator[None]:
         """Wrap the beginning of an epoch's loader, which may draw numbers.
 
-        If the epoch is `resumed` in its middle, the loader, and the script before it, have drawn these numbers already
-        when the epoch began. So the generators go back to the position afterwards. With a seed the loader draws what it
-        drew the first time: a loader that shuffles has the same order again.
+        If the epoch is `resumed` in its middle, the loader has drawn these numbers already when the epoch began, behind
+        the head. It draws them once more: a loader that shuffles has the same order again.
         """
-        # With a seed: as at the first step of the epoch.
-        if resumed:
-            self.begin_step(position._replace(steps=position.steps - position.batches))
+        if not resumed:
+            self._end_head()
         yield
-        if resumed:
-            self.begin_step(position)
-        # An epoch can be resumed without a restore, after steps that were made without a loader.
-        if resumed and self._seed is None and self._restored:
-            restore(self._restored)
+        self._end_head()
 
 
 def capture() -> dict[str, Any]:

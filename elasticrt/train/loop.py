@@ -248,9 +248,10 @@ class Loop:
         applied = self._state.applied
         self._tracker.enter_epoch(repeats=applied.has_head)
         if not applied.has_head:
-            applied.head_results.clear()
+            applied.begin_head(self._state.rng.begin_head() if self._tracker.at_head else {})
         elif self._tracker.at_head:
             self._undo.note_for_discard(whole=False)
+            self._state.rng.repeat_head(applied.head_rng[0], self._state.position)
         self._head_collectives = collectives.sequence_number()
 
     def _end_head(self) -> None:
@@ -378,7 +379,7 @@ class Loop:
         state, world, tracker = self._state, self._world, self._tracker
         resumed = (number == 1 and state.position.batches > 0) or state.begun_elsewhere
         state.begun_epoch, state.begun_elsewhere = state.position.epoch, False
-        beginning = state.rng.beginning(state.position, resumed=resumed)
+        beginning = state.rng.beginning(resumed=resumed)
         if state.position.drained or state.position.left or self._is_exhausted:
             tracker.has_left = state.position.left
             # What the head has drawn once more does not count.
@@ -396,7 +397,10 @@ class Loop:
                     continue
                 seat_changes = world.seat_changes
                 drawing.move((world.size, state.rng.rank), state.position.batches)
+            # What the loader draws here once more comes before the script's code, which draws as the first time.
+            again = state.rng.present() if state.applied.has_body and not self._undo.open else {}
             batch, share = self._draw(drawing)
+            state.rng.go_on(again)
             tracker.was_undone = False
             if share is None:
                 state.position = state.position._replace(drained=True)
@@ -432,6 +436,8 @@ class Loop:
         # The effects of the body before its block are in the state already, and this body runs once more.
         if self._state.applied.has_body and not self._undo.open:
             self._undo.note_for_discard(whole=False)
+        if not self._undo.open:
+            self._undo.begin_body()
         self._begin_batch(share)
         self._tracker.has_batch = True
 
@@ -491,6 +497,7 @@ class Loop:
                 else:
                     evaluations.pass_boundary()
                 counted = self._state.position.steps
+                self._undo.begin_body()
                 yield counted
                 tracker.check_left(self.steps_done + 1)
                 tracker.check_body(has_counted=self._state.position.steps > counted)
@@ -612,7 +619,7 @@ class Loop:
         # that it comes to them.
         tracker.completed = bool(self._world.evaluations.awaited)
         # Noted after `go_on`: what is put back at the next try is the state that all ranks have now.
-        self._undo.note_for_discard(whole=tracker.completed)
+        self._undo.note_for_discard(whole=tracker.completed, with_rng=True)
         return True
 
     def _discard_changes(self) -> None:
@@ -739,7 +746,9 @@ class Loop:
             self._head_collectives += collectives.sequence_number() - before
         # In a head that has run before, the state has its results already, as far as they can be saved.
         if at_head and not self._tracker.head_repeats:
-            self._state.applied.head_results.append(plain_result(result))
+            applied, position = self._state.applied, self._state.position
+            states = self._state.rng.pass_evaluation(len(applied.head_results), position)
+            applied.add_result(plain_result(result), states)
         return result
 
     def _replay_result(self, *, at_head: bool) -> list[Any] | None:
@@ -756,7 +765,10 @@ class Loop:
         # The other ranks have passed this head, or all had before the restart: its evaluations return what they
         # returned then. If one is awaited, it stands behind the batches.
         if at_head and tracker.head_repeats and not made_again:
-            kept = self._state.applied.head_result(tracker.next_head_evaluation())
+            number, applied = tracker.next_head_evaluation(), self._state.applied
+            kept = applied.head_result(number)
+            if kept is not None:
+                self._state.rng.skip_evaluation(number, applied.head_rng[number + 1], self._state.position)
             validation.check_head_result(comes_alone=kept is None and bool(self._world.seat_changes))
             return kept
         if evaluations.awaited:

@@ -56,11 +56,22 @@ class AppliedCode:
         has_head: whether the head of the epoch's body (the code before `batches`) is in the state.
         has_body: whether the body of the coming step, as far as its block, is in the state.
         head_results: the results of the evaluations in that head, each in a list; None for one that can't be saved.
+        head_rng: the states of the random number generators where that head began, and behind each of its evaluations.
     """
 
     has_head: bool = False
     has_body: bool = False
     head_results: list[list[Any] | None] = field(default_factory=list)
+    head_rng: list[dict[str, Any]] = field(default_factory=list)
+
+    def begin_head(self, states: dict[str, Any]) -> None:
+        """Note that the head begins, with these `states` of the generators."""
+        self.head_results, self.head_rng = [], [states]
+
+    def add_result(self, result: list[Any] | None, states: dict[str, Any]) -> None:
+        """Keep the `result` of an evaluation in the head, and the `states` of the generators behind it."""
+        self.head_results.append(result)
+        self.head_rng.append(states)
 
     def head_result(self, number: int) -> list[Any] | None:
         """A copy of result `number`, from 0; None if it is not known."""
@@ -166,7 +177,7 @@ class TrainingState:
             "gradients": [each.grad for each in self.parameters()] if self.accumulates else [],
             "begun": self.begun_epoch == self.position.epoch,
             "begun_by": self.begun_by,
-            "applied": [self.applied.has_head, self.applied.has_body, self.applied.head_results],
+            "applied": list(vars(self.applied).values()),
             "traits": [traits.communicates_late, sorted(traits.early_parameters), sorted(traits.early_objects)],
             **more,
         }

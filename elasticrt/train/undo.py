@@ -103,6 +103,7 @@ class Undo:
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         self._beginning = _Beginning(False, None, ({}, {}), (), {}, None)
+        self._body_rng_states: _Named | None = None
         # The objects' state before the first optimizer of the step began, in scripts that communicate late.
         self._state_before_optimizer: _Named | None = None
         # What `note_for_discard` has noted: the states of objects, `loop.vars` (objects and copies), random numbers.
@@ -209,6 +210,10 @@ class Undo:
             for group in self._groups()
         ]
 
+    def begin_body(self) -> None:
+        """Note the random numbers where the script's code for the step begins: undone, it draws them once more."""
+        self._body_rng_states = None if self._seeded else rng_state.capture_raw()
+
     def note(self, *, evaluates: bool = False) -> None:
         """Note everything that the step which begins may change, except for parameters and optimizers.
 
@@ -235,7 +240,7 @@ class Undo:
         }
         self._beginning = _Beginning(
             evaluates=evaluates,
-            rng_states=None if self._seeded else rng_state.capture_raw(),
+            rng_states=rng_state.capture_raw() if evaluates and not self._seeded else self._body_rng_states,
             vars=(dict(named), {name: clone(each) for name, each in named.items()}),
             scales=tuple(tuple(map(clone, (each._scale, each._growth_tracker))) for each in self._scalers),
             objects={**objects, stateful.LOOP_KEY: self._group_settings()},
@@ -339,22 +344,23 @@ class Undo:
             noted[stateful.LOOP_KEY]["position"]["left"] = False
         return noted
 
-    def note_for_discard(self, *, whole: bool) -> None:
+    def note_for_discard(self, *, whole: bool, with_rng: bool = False) -> None:
         """Note what the script may change until the next try of the step begins, or until it meets the other ranks.
 
         Called where the script is about to run code whose effects must not count: after a step was undone, and before
         code that has run already.
 
         Args:
-            whole: whether the script goes on as after a finished step. It may then change parameters, optimizers and
-                random numbers as well.
+            whole: whether the script goes on as after a finished step. It may then change parameters and optimizers as
+                well.
+            with_rng: whether to note random numbers.
         """
         objects = self._training.objects.items()
         noted = {name: each for name, each in objects if whole or not isinstance(each, LARGE)}
         states = {**stateful.collect(noted), stateful.LOOP_KEY: self._group_settings()}
         named = dict(self._training.vars)
         # Copied in full, not by a WatchedState: this is done once for each change, and the script may change anything.
-        rng_states = rng_state.capture_raw() if whole else None
+        rng_states = rng_state.capture_raw() if with_rng else None
         self._discard_note = copy.deepcopy(states), (named, copy.deepcopy(named)), rng_states
 
     def discard_changes(self, *, keeps_note: bool = False) -> None:

@@ -231,9 +231,11 @@ class World:
         if self.evaluations.awaited:
             self._undo.note_for_discard(whole=False)
             self._received_rng = rng_state.capture_raw()
-            # If there are none, the rank that gave its state had not come to these evaluations either.
-            if self._rng_before_evaluations:
-                self._state.rng.go_back(self._rng_before_evaluations)
+            # The others are in the head of an epoch's body, from which this rank's script begins. Else it comes to the
+            # evaluations first of all. The rank that gave its state may not have come to these evaluations either.
+            applied = self._state.applied
+            in_head = applied.head_rng[:1] if not applied.has_head else []
+            self._state.rng.go_back(in_head[0] if in_head else self._rng_before_evaluations)
 
     def _restore_received_rng(self) -> None:
         """Go on with the random numbers of the state that this newcomer got. Does nothing on other ranks."""

@@ -179,7 +179,8 @@ def test_evaluate_without_an_agent(tmp_path: Path) -> None:
             loop.evaluate(3)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             loop.evaluate(lambda: 1 / 0)
-    assert (loop.steps_done, loop._page.pausing_ns) == (2, 0)
+        assert not loop._page.pausing_ns
+    assert loop.steps_done == 2
 
 
 @pytest.mark.parametrize("fed", [False, True], ids=["steps", "batches"])

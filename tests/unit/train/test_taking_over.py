@@ -108,6 +108,7 @@ def test_a_newcomer_draws_what_the_others_draw(tmp_path: Path) -> None:
             if taken is not None:
                 torch.manual_seed(7)
                 loop._state.take_over(taken)
+                loop._enter_head()
             for _batch in loop.batches(DataLoader(data, batch_sampler=sampler)):
                 taken = taken_from(loop._state, "torch") if taken is None else taken
                 drawn.append(torch.rand(1).item())
