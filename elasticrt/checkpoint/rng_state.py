@@ -52,7 +52,7 @@ class RngState:
         self.alike: list[str] = []
         # The generators that `restore` took from the saved state.
         self._kinds: Collection[str] = ()
-        # The states from before the head of an epoch's body runs once more; None when it does not.
+        # The states with which the steps go on behind the head of an epoch's body; None: as the head leaves them.
         self._before_head: dict[str, Any] | None = None
 
     def compare(self) -> None:
@@ -97,11 +97,12 @@ class RngState:
     # The head of an epoch's body is the script's code before its batches. A process that enters an epoch in its middle
     # runs the head once more, and has to draw there what was drawn the first time: the epoch's negative samples, for
     # example. After the beginning of the loader, which draws a number as well, it goes on as it was before the head.
+    # With a seed, head and steps have numbers of their own, so both can be drawn again.
 
-    def begin_head(self) -> dict[str, Any]:
-        """The states to save, because the head begins for the first time. Empty with a seed: they follow from it."""
-        self._before_head = None
-        return capture() if self._seed is None else {}
+    def begin_head(self, position: Position) -> dict[str, Any]:
+        """Begin the head for the first time. Returns the states to save, empty with a seed."""
+        self._before_head = None if self._seed is None else capture_raw()
+        return self._begin_part(0, position)
 
     def repeat_head(self, earlier: dict[str, Any], position: Position) -> None:
         """Go back to where the head began.
@@ -111,21 +112,26 @@ class RngState:
             position: the present position.
         """
         self._before_head = capture_raw()
-        self.begin_step(position._replace(steps=position.steps - position.batches))
-        self.go_back(earlier)
+        self._go_to_part(0, earlier, position)
 
     def pass_evaluation(self, number: int, position: Position) -> dict[str, Any]:
         """Go on behind evaluation `number` of the head, from 0. Returns the states to save, empty with a seed."""
-        if self._seed is None:
-            return capture()
-        derive(self._seed, self.rank, position.steps - position.batches, position.epoch, number)
-        return {}
+        return self._begin_part(number + 1, position)
 
     def skip_evaluation(self, number: int, passed: dict[str, Any], position: Position) -> None:
         """Go on behind evaluation `number` of the head without making it. `passed`: what `pass_evaluation` returned."""
+        self._go_to_part(number + 1, passed, position)
+
+    def _begin_part(self, part: int, position: Position) -> dict[str, Any]:
+        if self._seed is None:
+            return capture()
+        derive(self._seed, self.rank, position.steps - position.batches, position.epoch, part)
+        return {}
+
+    def _go_to_part(self, part: int, states: dict[str, Any], position: Position) -> None:
         if self._seed is not None:
-            self.pass_evaluation(number, position)
-        self.go_back(passed)
+            self._begin_part(part, position)
+        self.go_back(states)
 
     def _end_head(self) -> None:
         if self._before_head is not None:
@@ -144,7 +150,7 @@ class RngState:
         If the epoch is `resumed` in its middle, the loader has drawn these numbers already when the epoch began, behind
         the head. It draws them once more: a loader that shuffles has the same order again.
         """
-        if not resumed:
+        if not resumed and self._seed is None:
             self._end_head()
         yield
         self._end_head()

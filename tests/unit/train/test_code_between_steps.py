@@ -84,6 +84,77 @@ def test_an_epochs_head_counts_once(tmp_path: Path, stop_at: int) -> None:
     assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 4, 5, 7])
+def test_an_epochs_head_draws_the_same_numbers(tmp_path: Path, stop_at: int, seed: int | None) -> None:
+    """L5: also behind an evaluation in it, which is not made again; and the steps after it go on as they were to."""
+
+    def draws() -> list[float]:
+        return [random.random(), torch.rand(()).item()]
+
+    def train(directory: Path, stop_at: int = -1) -> dict[str, list[float]]:
+        random.seed(1)
+        torch.manual_seed(1)
+        sampler = ElasticBatchSampler(DATA, global_batch_size=3)
+        loop, found = Loop(directory, sampler=sampler, seed=seed, model=nn.Linear(1, 1)), dict[str, list[float]]()
+        for epoch in loop.epochs(2):
+            found[f"head {epoch}"] = draws()
+            loop.evaluate(lambda: [each for _ in range(3) for each in draws()])
+            found[f"behind the evaluation in {epoch}"] = draws()
+            for _batch in loop.batches(DataLoader(DATA, batch_sampler=sampler)):
+                if loop.steps_done == stop_at:
+                    loop._saving.save_last()
+                    return found
+                with loop.step():
+                    found[f"step {loop.steps_done}"] = draws()
+        return found
+
+    whole, first, second = train(tmp_path / "whole"), train(tmp_path / "2", stop_at), train(tmp_path / "2")
+    assert {**first, **second} == whole
+    assert set(first) & set(second), "the head has run twice"
+
+
+@pytest.mark.parametrize("fed", [False, True], ids=["steps", "batches"])
+def test_the_code_before_a_block_draws_the_same_numbers_in_each_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fed: bool
+) -> None:
+    """L5: and so does the code behind the block of a step that is undone, although it runs once more."""
+    drawn: dict[bool, list[float]] = {}
+    for is_undone in (False, True):
+        with under(Agent(), monkeypatch) if is_undone else nullcontext():
+            random.seed(1)
+            mine = drawn[is_undone] = []
+            model = nn.Linear(1, 1)
+            loop = Loop(tmp_path / str(is_undone), model=model)
+            to_undo = is_undone
+
+            def train(loop: Loop, mine: list[float], model: nn.Module) -> None:
+                nonlocal to_undo
+                before = random.random()
+                with loop.step():
+                    inside = random.random()
+                    model(torch.ones(1, 1)).sum().backward()
+                    if to_undo and loop.steps_done == 2:
+                        to_undo = False
+                        loop._world.in_place.possible = True
+                        monkeypatch.setattr(loop._world.in_place, "report_if_lost", lambda *_, **__: True)
+                        monkeypatch.setattr(loop._world, "go_on", lambda: None)
+                        raise RuntimeError("a lost peer")
+                behind = random.random()
+                if loop.complete:
+                    mine += [before, inside, behind]
+
+            if fed:
+                for _ in loop.epochs(1):
+                    for _batch in loop.batches(DataLoader(DATA, batch_size=3)):
+                        train(loop, mine, model)
+            else:
+                for _ in loop.steps(4):
+                    train(loop, mine, model)
+    assert len(drawn[False]) == 12
+    assert drawn[True] == drawn[False]
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_what_is_discarded_twice(tmp_path: Path) -> None:
     """L5: with a note that is kept, as for a newcomer that still comes to an evaluation of the others: the script's
