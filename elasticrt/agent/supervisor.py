@@ -251,7 +251,7 @@ class Supervisor:
             self.hangs.ask_if_stalled(now)
         cause, failed_at = first_cause(self._state.failures, ()), self._state.failed_at
         if unagreed and cause is not None and failed_at is not None and not self._state.hung:
-            self.hangs.search.report_unagreed(now, failed_at, cause.summary, unagreed)
+            self.hangs.search.report_unagreed(now, failed_at, cause, unagreed)
         self._look_for_laggards(now, elsewhere)
         self.hangs.search.renew_answer(now)
 

@@ -97,12 +97,11 @@ class RngState:
     # The head of an epoch's body is the script's code before its batches. A process that enters an epoch in its middle
     # runs the head once more, and has to draw there what was drawn the first time: the epoch's negative samples, for
     # example. After the beginning of the loader, which draws a number as well, it goes on as it was before the head.
-    # With a seed, head and steps have numbers of their own, so both can be drawn again.
 
-    def begin_head(self, position: Position) -> dict[str, Any]:
+    def begin_head(self) -> dict[str, Any]:
         """Begin the head for the first time. Returns the states to save, empty with a seed."""
-        self._before_head = None if self._seed is None else capture_raw()
-        return self._begin_part(0, position)
+        self._before_head = None
+        return capture() if self._seed is None else {}
 
     def repeat_head(self, earlier: dict[str, Any], position: Position) -> None:
         """Go back to where the head began.
@@ -111,27 +110,23 @@ class RngState:
             earlier: the result of `begin_head`.
             position: the present position.
         """
-        self._before_head = capture_raw()
-        self._go_to_part(0, earlier, position)
+        # With a seed, the numbers of an epoch's first step follow those of its head.
+        self._before_head = capture_raw() if self._seed is None or position.batches else None
+        self.begin_step(position._replace(steps=position.steps - position.batches))
+        self.go_back(earlier)
 
     def pass_evaluation(self, number: int, position: Position) -> dict[str, Any]:
         """Go on behind evaluation `number` of the head, from 0. Returns the states to save, empty with a seed."""
-        return self._begin_part(number + 1, position)
+        if self._seed is None:
+            return capture()
+        derive(self._seed, self.rank, position.steps - position.batches, position.epoch, number)
+        return {}
 
     def skip_evaluation(self, number: int, passed: dict[str, Any], position: Position) -> None:
         """Go on behind evaluation `number` of the head without making it. `passed`: what `pass_evaluation` returned."""
-        self._go_to_part(number + 1, passed, position)
-
-    def _begin_part(self, part: int, position: Position) -> dict[str, Any]:
-        if self._seed is None:
-            return capture()
-        derive(self._seed, self.rank, position.steps - position.batches, position.epoch, part)
-        return {}
-
-    def _go_to_part(self, part: int, states: dict[str, Any], position: Position) -> None:
         if self._seed is not None:
-            self._begin_part(part, position)
-        self.go_back(states)
+            self.pass_evaluation(number, position)
+        self.go_back(passed)
 
     def _end_head(self) -> None:
         if self._before_head is not None:
@@ -150,7 +145,7 @@ class RngState:
         If the epoch is `resumed` in its middle, the loader has drawn these numbers already when the epoch began, behind
         the head. It draws them once more: a loader that shuffles has the same order again.
         """
-        if not resumed and self._seed is None:
+        if not resumed:
             self._end_head()
         yield
         self._end_head()

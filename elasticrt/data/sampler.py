@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from elasticrt.data import sample_order
 from elasticrt.distributed.collectives import rank_and_world
-from elasticrt.errors import CheckpointError, explain, flag, whole_number
+from elasticrt.errors import CheckpointError, ConfigError, explain, flag, whole_number
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -45,6 +45,7 @@ class _Position:
             got, expected = type(dataset).__name__, "a map-style dataset"
             what, remedy = "the dataset has no length", "An IterableDataset brings its own order and needs no sampler"
             raise TypeError(explain(what, self._where, got=got, expected=expected, remedy=remedy))
+        self._dataset = dataset
         self._samples = whole_number(len(dataset), "the dataset's length", self._where, 1)
         self._shuffle = flag(shuffle, "shuffle", self._where)
         self._seed = whole_number(seed, "seed", self._where, 0)
@@ -83,7 +84,15 @@ class _Position:
         return self._epoch * self._samples + self._consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`. The current epoch keeps its position, so a resumed epoch is not repeated."""
+        """Go to the beginning of `epoch`. The current epoch keeps its position, so a resumed epoch is not repeated.
+
+        Raises ConfigError if the dataset has another length than when the sampler was made.
+        """
+        if len(self._dataset) != self._samples:
+            got, expected = f"{len(self._dataset)} samples in epoch {epoch}", f"{self._samples}, as at first"
+            remedy = "Make the dataset with its last length, and skip in the step what an epoch is not to train"
+            what = "the dataset has changed its length"
+            raise ConfigError(what, self._where, got=got, expected=expected, remedy=remedy)
         if whole_number(epoch, "epoch", self._where, 0) != self._epoch:
             self._epoch = epoch
             self._consumed = 0

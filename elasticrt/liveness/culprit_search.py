@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from elasticrt import events
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import unacknowledged
 from elasticrt.ipc.time_bounds import CLOSER_S, COMPARE_S, FIRST_STEP_S, LOOK_IDLE_S
 from elasticrt.ipc.typed import typed
@@ -222,20 +223,22 @@ class CulpritSearch:
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             self._report(now, replace(culprit, step=min(each.step for each in self.positions)))
 
-    def report_unagreed(self, now: float, failed_at: float, failure: str, why: str) -> None:
+    def report_unagreed(self, now: float, failed_at: float, failure: Failure, why: str) -> None:
         """Report once that the nodes cannot agree on a generation after a loss. Otherwise they would seem to train.
 
         Args:
             now: seconds of the monotonic clock.
             failed_at: when workers of this node have failed, or have lost their group.
-            failure: the summary of that failure.
+            failure: that failure.
             why: why no generation can be agreed.
         """
         if now - failed_at >= CLOSER_S:
             # The detector does not look at the steps after a failure.
             step = max(map(step_of, self._workers.pages()), default=self._steps.detector.step)
             self._last_at = self._last_at or failed_at
-            self._report(now, Culprit((), (), f"{failure}, and no new generation can be agreed: {why}", step=step))
+            # Workers that have only lost their group do not know which worker was the first.
+            what = f"a worker of another node is lost ({failure.summary})" if failure.collateral else failure.summary
+            self._report(now, Culprit((), (), f"{what}, and no new generation can be agreed: {why}", step=step))
 
     def adopt_finding(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` the finding of rank 0's node, as it or the leader has told it in `answer`.

@@ -248,7 +248,7 @@ class Loop:
         applied = self._state.applied
         self._tracker.enter_epoch(repeats=applied.has_head)
         if not applied.has_head:
-            applied.begin_head(self._state.rng.begin_head(self._state.position) if self._tracker.at_head else {})
+            applied.begin_head(self._state.rng.begin_head() if self._tracker.at_head else {})
         elif self._tracker.at_head:
             self._undo.note_for_discard(whole=False)
             self._state.rng.repeat_head(applied.head_rng[0], self._state.position)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elasticrt import CheckpointError, ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler
 
 
 def data(samples: int) -> TensorDataset:
@@ -72,6 +72,17 @@ def test_set_epoch_keeps_the_current_one():
     assert sampler.consumed == 4
     sampler.set_epoch(1)
     assert (sampler.epoch, sampler.consumed) == (1, 0)
+
+
+def test_a_dataset_that_grows_is_refused():
+    """Its new samples would never be trained, and nothing would say so."""
+    data = list(range(12))
+    for sampler in (ElasticBatchSampler(data, 4), ElasticDistributedSampler(data)):
+        sampler.set_epoch(1)
+        data.append(12)
+        with pytest.raises(ConfigError, match=r"changed .*got 13 samples in epoch 2; expected 12, as at first"):
+            sampler.set_epoch(2)
+        data.pop()
 
 
 def test_state_travels_between_world_sizes():

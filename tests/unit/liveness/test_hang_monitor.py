@@ -19,6 +19,7 @@ import pytest
 
 from elasticrt import events
 from elasticrt.event_log import EventLog
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import cpu_s, state_of
 from elasticrt.ipc.status_page import FIRST_BATCH, IN_PLACE, STACK_BEGINS, StatusPage
 from elasticrt.ipc.time_bounds import STOPPED_S
@@ -150,15 +151,25 @@ def test_processor_time_is_of_whole_sessions():
     assert cpu_s([]) == 0.0
 
 
-def test_a_loss_after_which_nothing_can_be_agreed_is_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failure", "what"),
+    [
+        (Failure(1, -9, False, "rank 1 on n1: killed"), "rank 1 on n1: killed"),
+        (
+            Failure(0, 1, True, "rank 0 on n0: lost its process group"),
+            "a worker of another node is lost (rank 0 on n0: lost its process group)",
+        ),
+    ],
+)
+def test_a_loss_after_which_nothing_can_be_agreed_is_told_once(tmp_path: Path, failure: Failure, what: str) -> None:
     """After 3 s, with the time since the last step: a survivor does not seem to train while etcd is away."""
     page, now = StatusPage(StatusPage.create()), 1000.0
     monitor, kept = monitor_of_one(tmp_path, page)
     page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 0.5) * 1e9), 6, 1
     monitor.search.look_closer(now, ask_s=[])
     for after_s in (1.0, 2.9, 3.0, 3.5, 60.0):
-        monitor.search.report_unagreed(now + after_s, now, "rank 1 on n1: killed", "etcd does not answer")
-    said = "rank 1 on n1: killed, and no new generation can be agreed: etcd does not answer"
+        monitor.search.report_unagreed(now + after_s, now, failure, "etcd does not answer")
+    said = f"{what}, and no new generation can be agreed: etcd does not answer"
     assert kept == [events.Culprit(2, 5, 3.5, (), (), said)]
 
 
