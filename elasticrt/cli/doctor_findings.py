@@ -172,6 +172,7 @@ def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float
         return Finding("fail", f"{directory}: {error}", "Name a directory that every node can write to")
     return _judged(
         f"{directory}: {whose} ({kind}), {_size(free)} free, flushes in {_ms(flush_s)}",
+        (free < 16 * MIB, "fail", "", "Make room: no checkpoint fits there"),
         (free < GIB, "warn", "", "Make room: a last save that fails ends the run with code 5"),
         (
             kind in ("tmpfs", "ramfs", "overlay"),

@@ -302,6 +302,9 @@ def _how_it_ended(left: Remains, found: Raised, message: str) -> str:
     if left.oom and left.code == -signal.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
+    # A shell around the program, or a container, ends with this code.
+    if left.code == 128 + signal.SIGKILL:
+        how += " (128 + SIGKILL: killed, perhaps for memory)"
     if left.code > 0 and found.kind in (*_FINAL, _MISFIT):
         # For these errors the agent ends with the error's own exit code, so the worker's would confuse.
         how = ""

@@ -94,6 +94,7 @@ def test_log_noise_is_not_evidence():
     ("given", "words"),
     [
         ({"code": 1}, "exit code 1"),
+        ({"code": 137}, "exit code 137 (128 + SIGKILL: killed, perhaps for memory)"),
         ({"code": -11}, "killed by SIGSEGV"),
         ({"code": -9}, "killed by SIGKILL"),
         ({"code": -9, "oom": True}, "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"),
