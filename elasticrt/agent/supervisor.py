@@ -253,7 +253,7 @@ class Supervisor:
         if unagreed and cause is not None and failed_at is not None and not self._state.hung:
             self.hangs.search.report_unagreed(now, failed_at, cause, unagreed)
         self._look_for_laggards(now, elsewhere)
-        self.hangs.search.renew_answer(now)
+        self.hangs.search.renew_answer(now, self.progress.own_s)
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers whose time to end by themselves is over."""

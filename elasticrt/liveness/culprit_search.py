@@ -23,7 +23,7 @@ from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, main_thread
 from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, WatchedStandstill
 from elasticrt.liveness.step_watch import StepWatch, last_ns, step_of
-from elasticrt.liveness.straggler import Comparison, GradientWaits
+from elasticrt.liveness.straggler import Comparison
 from elasticrt.liveness.watched_workers import WatchedWorkers
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class CulpritSearch:
 
     Attributes:
         positions: the positions of this node's workers, while their steps stand still.
-        answer: what this agent answers when others ask about its workers: positions, waits and findings, as JSON.
+        answer: what this agent answers when others ask about its workers: positions, own work and findings, as JSON.
             Any thread may read it.
     """
 
@@ -160,26 +160,26 @@ class CulpritSearch:
         before, self._standstill = self._standstill, self._standstill.without_due_questions(now)
         return before != self._standstill and bool(self.positions)
 
-    def renew_answer(self, now: float) -> None:
-        """Renew `answer`, if that is due at `now`."""
+    def renew_answer(self, now: float, own_s: float) -> None:
+        """Renew `answer`, if that is due at `now`. `own_s`: as `Progress.own_s`."""
         if now < self._renew_at:
             return
         self._renew_at = now + LOOK_IDLE_S
         state = self._workers.state()
         by_rank = dict(zip((state.ranks[each] for each in sorted(state.seated)), self._workers.pages(), strict=False))
-        waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         # A worker may write its collectives a moment after its stack. So the positions are completed with each look.
         known = [(each, by_rank[each.rank]) for each in self.positions if each.rank in by_rank]
         self.positions = tuple(replace(each, begun=page.begun, flights=page.flights) for each, page in known)
         found = {"culprit": vars(self._culprit)} if self._culprit is not None else {}
-        self.answer = {"workers": [asdict(each) for each in self.positions], "waits": waits, **found}
+        self.answer = {"workers": [asdict(each) for each in self.positions], "own_s": own_s, **found}
 
     def compare(self, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report when a node becomes slow, and when it no longer is. `others`: other agents' answers, by node."""
-        own = self._workers.settings.node
-        totals = dict(_waits({own: self.answer, **others}))
+        answers = {self._workers.settings.node: self.answer, **others}
+        said = {node: fields.get("own_s") for node, fields in answers.items()}
+        own = {node: own_s for node, own_s in said.items() if isinstance(own_s, float) and 0 < own_s < math.inf}
         step = self._steps.detector.step
-        before, self._comparison = self._comparison, self._comparison.looked(totals, step, self._steps.detector.usual_s)
+        before, self._comparison = self._comparison, self._comparison.looked(own, step)
         found = self._comparison.certain
         if (before.certain is None) == (found is None):
             return
@@ -268,15 +268,6 @@ class CulpritSearch:
             # Without a Loop the steps of the present workers are known, but not those of the run.
             after = f" after step {step:,}" if self._steps.looped else ""
             self._workers.say(f"no step for {age_s:.0f} s{after}: {culprit.reason}")
-
-
-def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, GradientWaits]]:
-    """The waits for gradients in agents' answers, by rank. Anything malformed is left out."""
-    for node, fields in by_node.items():
-        said = fields.get("waits")
-        for each in said if isinstance(said, list) else ():
-            if isinstance(each, list) and len(each) == 3 and all(type(number) is int for number in each):
-                yield each[0], GradientWaits(node, each[1], each[2])
 
 
 def positions_in(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:

@@ -41,7 +41,7 @@ class ProbeServer(RequestServer):
             thread.
         seats: returns the seats about which this agent may be asked. The server never connects to an address that came
             with a question.
-        workers: returns the positions and the waits of the agent's workers, as JSON values.
+        workers: returns the positions and the own work of the agent's workers, as JSON values.
 
     Attributes:
         port: the port at which the server listens.

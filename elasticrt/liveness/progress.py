@@ -53,13 +53,12 @@ class OwnWork:
     """A worker's own work in a step: the time of the step without the wait for the other ranks' gradients.
 
     Attributes:
-        step: the last finished step at the last look.
+        step: the last finished step at the last look that saw a new measurement.
         at_ns: the time of that look (CLOCK_MONOTONIC).
         besides_ns: the total time of saves and pauses until then.
         waited_ns: the total time of waiting for gradients until then, in the `waits` steps in which DDP measured it.
         waits: the number of these steps.
-        wait_s: the wait in one step, by the newest measurement.
-        own_s: the own work in one step, between the last two looks; 0.0 while it is unknown.
+        own_s: the own work in one step, between the last two such looks; 0.0 while it is unknown.
     """
 
     step: int
@@ -67,17 +66,15 @@ class OwnWork:
     besides_ns: int
     waited_ns: int
     waits: int
-    wait_s: float = 0.0
     own_s: float = 0.0
 
     def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
-        """Return the work after another look, which saw these values. Unchanged if no step was finished meanwhile."""
-        if step <= self.step:
+        """Return the work after another look, which saw these values. Unchanged if DDP has measured no step since."""
+        if step <= self.step or waits <= self.waits:
             return self
-        wait_s = (waited_ns - self.waited_ns) / (waits - self.waits) / 1e9 if waits > self.waits else self.wait_s
+        wait_s = (waited_ns - self.waited_ns) / (waits - self.waits) / 1e9
         step_s = max(0, at_ns - self.at_ns - (besides_ns - self.besides_ns)) / (step - self.step) / 1e9
-        own_s = max(0.0, step_s - wait_s) if waits else 0.0
-        return OwnWork(step, at_ns, besides_ns, waited_ns, waits, wait_s, own_s)
+        return OwnWork(step, at_ns, besides_ns, waited_ns, waits, max(0.0, step_s - wait_s))
 
 
 class Progress:
@@ -292,6 +289,11 @@ class Progress:
     def reached(self) -> int:
         """The last step that all workers of this node have finished, also after they have ended; 0 before the first."""
         return self.step() or self._last
+
+    @property
+    def own_s(self) -> float:
+        """The seconds of own work in a step of the slowest worker of this node; 0.0 while they are unknown."""
+        return max((self._work[page].own_s for page in self._pages() if page in self._work), default=0.0)
 
     @property
     def last(self) -> tuple[int, int]:

@@ -1,9 +1,8 @@
 """Finds a node that is slower than the others: the straggler waits least for the others' gradients. Pure.
 
-All nodes take equally long for a step, because they wait for each other. A rank's own work is the time of a step
-without its wait for the all-reduce of gradients. Torch's DDP measures this wait in some steps, and the status pages
-have it as running totals. A node is a straggler if its own work takes much longer than that of the others in several
-looks in a row. `elasticrt drain` takes the node out.
+All nodes take equally long for a step, because they wait for each other. So each agent measures its workers' own work
+(`progress.OwnWork`), and the agent of rank 0 compares the nodes. A node is a straggler if its own work takes much
+longer than that of the others in several looks in a row. `elasticrt drain` takes the node out.
 """
 
 from __future__ import annotations
@@ -17,21 +16,6 @@ RATIO = 1.5
 LEAST_S = 0.002
 # A straggler is reported after so many steps and so many looks.
 STEPS_MIN, LOOKS_MIN = 20, 3
-
-
-@dataclass(frozen=True)
-class GradientWaits:
-    """One rank's running totals.
-
-    Attributes:
-        node: the node of the rank.
-        waited_ns: nanoseconds of waiting for gradients, in all measured steps.
-        samples: the number of measured steps.
-    """
-
-    node: str
-    waited_ns: int
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -51,44 +35,33 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of all ranks of a generation, over several looks.
+    """A comparison of all nodes of a generation, over several looks.
 
     Attributes:
-        totals: the totals of each rank at the last look.
+        own_s: the seconds of each node's own work in a step, at the last look.
         found: the straggler of the last look; None without one.
         looks: the number of looks in a row that have found the same node.
         since: the step at the look before the first of these.
         step: the last step at the last look.
     """
 
-    totals: Mapping[int, GradientWaits] = field(default_factory=dict)
+    own_s: Mapping[str, float] = field(default_factory=dict)
     found: Straggler | None = None
     looks: int = 0
     since: int = 0
     step: int = 0
 
-    def looked(self, totals: Mapping[int, GradientWaits], step: int, step_s: float) -> Comparison:
-        """Return the comparison after another look.
-
-        Args:
-            totals: the totals of each rank.
-            step: the last step.
-            step_s: the seconds that a step takes.
-        """
-        own: dict[str, float] = {}
-        for rank, now in totals.items():
-            before = self.totals.get(rank)
-            # Without a new measurement nothing is known of this rank's last steps.
-            if before is None or before.node != now.node or now.samples <= before.samples:
-                continue
-            waited_s = (now.waited_ns - before.waited_ns) / (now.samples - before.samples) / 1e9
-            own[now.node] = max(own.get(now.node, 0.0), min(step_s, max(0.0, step_s - waited_s)))
-        found = slowest(own)
+    def looked(self, own_s: Mapping[str, float], step: int) -> Comparison:
+        """Return the comparison after another look, which saw these seconds of own work after `step`."""
+        # DDP measures one step in many. Without any new measurement the last finding still holds.
+        if own_s == self.own_s:
+            return replace(self, step=step)
+        # The first look does not count: it covers the first steps of a generation, which are slow for other reasons.
+        found = slowest(own_s) if self.own_s else None
         if found is None:
-            # Without any new measurement the last finding still holds. With new ones the row of looks ends.
-            return replace(self, totals=totals, step=step) if not own else Comparison(totals, step=step)
+            return Comparison(own_s, step=step)
         same = self.found is not None and self.found.node == found.node
-        return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
+        return Comparison(own_s, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
 
     @property
     def certain(self) -> Straggler | None:

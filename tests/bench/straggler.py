@@ -11,7 +11,7 @@ import argparse
 import random
 from collections import Counter
 
-from elasticrt.liveness.straggler import Comparison, GradientWaits
+from elasticrt.liveness.straggler import Comparison
 
 STEP_S = 0.1
 SLOW, VARY = (1.0, 1.3, 1.5, 2.0, 3.0), (0.1, 0.3)
@@ -20,18 +20,15 @@ LOOKS = 5
 
 def drawn(draw: random.Random, nodes: int, slow: float, looks: int, vary: float = 0.1) -> Comparison:
     """What is known after so many looks at nodes of two ranks, where node 0 is `slow` times as slow as the others."""
-    comparison, totals = Comparison(), {rank: GradientWaits(f"n{rank // 2}", 0, 0) for rank in range(2 * nodes)}
-    step_s = STEP_S * (slow + vary)
+    comparison, step_s = Comparison(), STEP_S * (slow + vary)
     for look in range(looks + 1):
-        waited = dict.fromkeys(totals, 0.0)
+        waited = [0.0] * 2 * nodes
         for _ in range(3):
-            own = [draw.gauss(STEP_S, vary * STEP_S) * (slow if rank < 2 else 1.0) for rank in totals]
-            waited = {rank: waited[rank] + max(own) - own[rank] for rank in totals}
-        totals = {
-            rank: GradientWaits(now.node, now.waited_ns + int(waited[rank] * 1e9), now.samples + 3)
-            for rank, now in totals.items()
-        }
-        comparison = comparison.looked(totals, 100 * look, step_s)
+            own = [draw.gauss(STEP_S, vary * STEP_S) * (slow if rank < 2 else 1.0) for rank in range(2 * nodes)]
+            waited = [before + max(own) - mine for before, mine in zip(waited, own, strict=True)]
+        took = [min(step_s, max(0.0, step_s - each / 3)) for each in waited]
+        by_node = {f"n{node}": max(took[2 * node : 2 * node + 2]) for node in range(nodes)}
+        comparison = comparison.looked(by_node, 100 * look)
     return comparison
 
 

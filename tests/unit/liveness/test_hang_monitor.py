@@ -229,13 +229,13 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     monitor.search.note_positions(stacks.get(timeout=10))
     assert monitor.search.is_to_ask(time.monotonic(), first=True)
     later = time.monotonic() + 1
-    monitor.search.renew_answer(later)
+    monitor.search.renew_answer(later, 0.0)
     for _ in range(2):
         monitor.search.find_culprit(later, {"n0": "", "n1": ""}, others, {})
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
 
-    monitor.search.renew_answer(later)
+    monitor.search.renew_answer(later, 0.0)
     found = kept.pop()
     answer = json.loads(json.dumps(monitor.search.answer))
     for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
@@ -245,7 +245,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     monitor.search.look_closer(time.monotonic(), ask_s=[4.5])
     monitor.search.note_positions(stacks.get(timeout=10))
     monitor.search.adopt_finding(later, answer)
-    monitor.search.renew_answer(later)
+    monitor.search.renew_answer(later, 0.0)
     assert json.loads(json.dumps(monitor.search.answer))["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
@@ -379,21 +379,10 @@ def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
         for step in range(100 * look - 99, 100 * look + 1):
             pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 4) * 1e9)
             monitor.steps.look(1000.0 + step / 4, held=False)
-        pages[0].waited_ns += 200_000_000 if look <= 6 else 2_000_000
-        pages[0].waits += 1
-        monitor.search.renew_answer(1000.0 + 25 * look)
-        monitor.search.compare({"n1": {"waits": [[1, look * 2_000_000, look]]}})
+        # No two measurements are alike.
+        monitor.search.renew_answer(1000.0 + 25 * look, 0.25 - (0.2 if look <= 6 else 0.002) + look / 1e6)
+        monitor.search.compare({"n1": {"own_s": 0.248}, "n2": {"own_s": "1"}, "n3": {}})
     assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
-
-
-def test_where_a_worker_has_ended_the_pages_of_others_stay_theirs(tmp_path: Path) -> None:
-    """What one has waited is not told as that of the one that has ended."""
-    page = StatusPage(StatusPage.create())
-    page.waited_ns, page.waits = 7, 1
-    one_left = GroupState(2, running=True, seated=frozenset([1]), ranks={0: 4, 1: 5})
-    monitor, _ = monitor_of_one(tmp_path, page, state=lambda: one_left)
-    monitor.search.renew_answer(1.0)
-    assert monitor.search.answer["waits"] == [[5, 7, 1]]
 
 
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:

@@ -256,3 +256,17 @@ def test_what_a_workers_own_work_takes(looks: list[tuple[int, int, int, int, int
     for step, at, besides, waited, waits in looks:
         work = work.looked(step, at * MS, besides * MS, waited * MS, waits)
     assert work.own_s * 1e3 == pytest.approx(own_ms)
+
+
+def test_the_own_work_of_a_node_is_that_of_its_slowest_worker() -> None:
+    """As far as DDP has measured it, and of the workers that still run."""
+    pages, clock = [StatusPage(-1) for _ in range(3)], Second()
+    progress = Progress(lambda: pages, Kept(), clock)
+    progress.started(1, SECOND)
+    for page, wait_ms in zip(pages, (600, 800, 900), strict=True):
+        page.step, page.step_at_ns, page.waits, page.waited_ns = 10, 11 * SECOND, 1, wait_ms * MS
+    clock.at = 11
+    progress.look_and_write()
+    assert progress.own_s == pytest.approx(0.4)
+    del pages[0]
+    assert progress.own_s == pytest.approx(0.2)

@@ -40,4 +40,4 @@ def test_stragglers_are_found_and_others_are_not() -> None:
 def test_a_look_without_a_measurement_changes_nothing() -> None:
     """DDP measures one step in many: what was found holds until there is more."""
     found = drawn(random.Random(1), 3, 2.0, 4)
-    assert found.looked(found.totals, 900, 0.2).found == found.found
+    assert found.looked(found.own_s, 900).found == found.found
