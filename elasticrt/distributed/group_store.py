@@ -67,16 +67,10 @@ class GroupStoreServer:
             each.close()
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listening.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except (BlockingIOError, ConnectionError):
-            # The client has hung up already.
+        connection = self._thread.accept(self._listening)
+        if connection is None:
             return
-        except OSError:
-            # The process has no free descriptor. Accepting again at once would only fail again.
-            self._thread.rest(self._listening)
-            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The timeout of sending an answer. A client that has asked reads, so this is long enough.
         connection.settimeout(1.0)
         self._clients[connection] = _Client()

@@ -6,15 +6,12 @@ A slow client delays no other one. Each has a deadline, and if there are too man
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from elasticrt.ipc.selector_thread import READ, SelectorThread
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -62,8 +59,6 @@ class RequestServer:
         self._request_s = request_s
         self._clients_max = clients_max
         self._clients: dict[Client, None] = {}  # The oldest first.
-        # Whether the last connection could not be accepted for lack of descriptors. It is warned of once.
-        self._is_short_of_fds = False
         listener.setblocking(False)
 
     def start(self) -> None:
@@ -105,32 +100,15 @@ class RequestServer:
         # The oldest client goes, not the newcomer: clients that say nothing must not keep out one that asks.
         if len(self._clients) >= self._clients_max:
             self.hang_up(next(iter(self._clients)))
-        try:
-            connection, _ = self._listener.accept()
-        # The client is gone again.
-        except (BlockingIOError, ConnectionError):
+        connection = self._thread.accept(self._listener)
+        if connection is None:
             return
-        except OSError as error:
-            self._run_short(error)
-            return
-        self._is_short_of_fds = False
         connection.setblocking(False)
         client = Client(connection)
         self._clients[client] = None
         self._thread.watch(connection, READ, partial(self._read, client))
         # Timers are not cancelled. For a client that has been answered this one does nothing.
         self._thread.after(self._request_s, partial(self.hang_up, client))
-
-    def _run_short(self, error: OSError) -> None:
-        """No descriptor is free: close the oldest connection; if there is none, accept again after a pause."""
-        if self._clients:
-            self.hang_up(next(iter(self._clients)))
-            return
-        if not self._is_short_of_fds:
-            port = self._listener.getsockname()[1]
-            log.warning("no connection can be accepted at port %d: %s; trying again", port, error)
-        self._is_short_of_fds = True
-        self._thread.rest(self._listener)
 
     def _read(self, client: Client) -> None:
         try:

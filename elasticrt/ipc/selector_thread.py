@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import os
 import selectors
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 Action = Callable[[], object]
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -43,6 +47,8 @@ class SelectorThread:
         self._timers: list[tuple[float, int, Action]] = []
         self._serial = itertools.count()  # Orders timers of the same time.
         self._watched: dict[Any, Action] = {}
+        # The listening sockets at which a connection could not be accepted lately. It is warned of once.
+        self._short: set[socket.socket] = set()
         self._closing = False
         # An eventfd that ends the thread's wait.
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -94,11 +100,26 @@ class SelectorThread:
         if self._watched.pop(file, None) is not None:
             self._selector.unregister(file)
 
-    def rest(self, file: Any) -> None:
-        """Do not watch the socket `file` for SHORT_S; then watch it as before, unless it has been closed."""
-        events, action = self._selector.get_key(file).events, self._watched[file]
-        self.forget(file)
-        self.after(SHORT_S, lambda: self.watch(file, events, action) if file.fileno() >= 0 else None)
+    def accept(self, listener: socket.socket) -> socket.socket | None:
+        """Accept a connection at `listener`, which is watched. None: the client is gone, or no descriptor is free.
+
+        Without a free descriptor `listener` rests for SHORT_S.
+        """
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        except OSError as error:
+            if listener not in self._short:
+                port = listener.getsockname()[1]
+                log.warning("no connection can be accepted at port %d: %s; trying again", port, error)
+            self._short.add(listener)
+            action = self._watched[listener]
+            self.forget(listener)
+            self.after(SHORT_S, lambda: self.watch(listener, READ, action) if listener.fileno() >= 0 else None)
+            return None
+        self._short.discard(listener)
+        return connection
 
     def watches(self, file: Any) -> bool:
         """Whether `file` is watched."""
