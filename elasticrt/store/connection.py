@@ -27,7 +27,6 @@ from elasticrt.store.protocol import (
     Credentials,
     LeaseLost,
     StoreBlocked,
-    StoreFull,
     StoreRefused,
     StoreUnavailable,
 )
@@ -321,8 +320,7 @@ def refusal(what: str, where: str, code: str, details: str) -> StoreRefused:
     """The exception for an answer that says no, with the remedy for the usual reasons."""
     text = f"{code} {details}".lower()
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")
-    kinds = {"space exceeded": StoreFull, "permission denied": StoreBlocked}
-    kind = next((kind for words, kind in kinds.items() if words in text), StoreRefused)
+    kind = StoreBlocked if "space exceeded" in text or "permission denied" in text else StoreRefused
     return kind(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
 
 

@@ -35,11 +35,10 @@ class StoreRefused(StoreError):  # noqa: N818
 
 
 class StoreBlocked(StoreRefused):
-    """etcd says no until an operator has changed something in it: the login has no permission, or there is no space."""
+    """etcd says no until an operator has changed something in it: the login has no permission, or there is no space.
 
-
-class StoreFull(StoreBlocked):
-    """etcd has no space for another write. Reads and leases work. Writes work again when an operator has made space."""
+    Without space, reads and leases work.
+    """
 
 
 class LeaseLost(StoreError):  # noqa: N818

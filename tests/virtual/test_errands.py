@@ -10,10 +10,8 @@ from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ClaimBuild, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.protocol import StoreBlocked, StoreFull, StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import StoreBlocked, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
-
-_BLOCKED: dict[str, type[StoreBlocked]] = {"full": StoreFull, "forbidden": StoreBlocked}
 
 
 class LossyStore(MemoryStore):
@@ -30,8 +28,8 @@ class LossyStore(MemoryStore):
             super().commit(late)
         self.belated = []
         how = self.script.pop(0) if self.script else "heard"
-        if how in _BLOCKED:
-            raise _BLOCKED[how](f"etcd is {how}")
+        if how in ("full", "forbidden"):
+            raise StoreBlocked(f"etcd is {how}")
         if how == "late":
             self.belated.append(txn)
         if how in ("heard", "unheard"):

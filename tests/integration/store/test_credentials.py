@@ -15,7 +15,7 @@ from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_looks import looked
 from elasticrt.errors import ConfigError
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.protocol import Address, Credentials, Put, StoreFull, StoreRefused, StoreUnavailable, Txn
+from elasticrt.store.protocol import Address, Credentials, Put, StoreBlocked, StoreRefused, StoreUnavailable, Txn
 from tests.contract.conftest import Inbox
 from tests.servers import EtcdServer, etcd_server, wait_until, wheel_binary
 
@@ -140,7 +140,7 @@ def _is_full(store: EtcdStore) -> bool:
     """Whether etcd refuses 16 KiB more."""
     try:
         store.commit(Txn((), (Put(f"/{secrets.token_hex(8)}", bytes(16384)),)))
-    except StoreFull:
+    except StoreBlocked:
         return True
     return False
 

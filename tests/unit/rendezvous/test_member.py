@@ -22,7 +22,7 @@ from elasticrt.store.protocol import (
     LeaseLost,
     Put,
     RangeRead,
-    StoreFull,
+    StoreBlocked,
     StoreUnavailable,
     Txn,
     TxnResult,
@@ -126,13 +126,13 @@ def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
     """People are told once."""
     said: list[str] = []
     member = _member(said)
-    assert member.note_failure(StoreFull("no space"), 10.0) == 10.5
-    assert member.note_failure(StoreFull("no space"), 10.5) == 11.0
+    assert member.note_failure(StoreBlocked("no space"), 10.0) == 10.5
+    assert member.note_failure(StoreBlocked("no space"), 10.5) == 11.0
     assert len(said) == 1
-    with pytest.raises(StoreFull):
-        member.note_failure(StoreFull("no space"), 910.1)
+    with pytest.raises(StoreBlocked):
+        member.note_failure(StoreBlocked("no space"), 910.1)
     member.outage.note_write()
-    assert member.note_failure(StoreFull("no space"), 920.0) == 920.5
+    assert member.note_failure(StoreBlocked("no space"), 920.0) == 920.5
 
 
 def test_a_life_that_was_left_out_is_followed_by_another() -> None:
