@@ -107,10 +107,9 @@ class _Question:
     witnesses: Witnesses = no_witnesses
     # Whether the question is for the positions of workers.
     workers: bool = False
-    # Whether to drop this question if its seat is being asked already.
-    once: bool = False
-    # Whether the answer of this question belongs to a group whose good news may wait for the last answer.
-    gathered: bool = False
+    # Whether it asks if the seat lives. It is dropped if that is being asked already, and good news may wait for the
+    # answers of other seats.
+    is_probe: bool = False
     # The number of tries so far, and those that are under way.
     made: int = 0
     open: list[_Try] = field(default_factory=list)
@@ -176,8 +175,8 @@ class Prober:
         self._sink = sink
         # Answers for `sink` that wait for the answers of other seats.
         self._kept: list[tuple[Seat, Answer, float]] = []
-        # Incarnations that are asked `once`, until their answer is passed on.
-        self._asking: set[str] = set()
+        # Incarnations that are being probed, until their answer is passed on.
+        self._probed: set[str] = set()
         # Questions without an answer, and those of them that wait for a free connection.
         self._questions: set[_Question] = set()
         self._waiting: deque[_Question] = deque()
@@ -196,14 +195,14 @@ class Prober:
             # "alive" is kept until the last answer has come: while an answer is missing, nothing can be decided from
             # the news that other agents live, and the missing one may be the lost one of a thousand nodes. Each event
             # would cost the agent a turn of its loop.
-            if answer == "alive" and any(each.gathered for each in self._questions):
+            if answer == "alive" and any(each.is_probe for each in self._questions):
                 return
             kept, self._kept = self._kept, []
             for each in kept:
-                self._asking.discard(each[0].incarnation)
+                self._probed.discard(each[0].incarnation)
                 self._sink(*each)
 
-        self._put([_Question(seat, done, PROBE_STEPS, witnesses, once=True, gathered=True) for seat in seats])
+        self._put([_Question(seat, done, PROBE_STEPS, witnesses, is_probe=True) for seat in seats])
 
     def ask_for_generation(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask the agents of `seats` which generation of the run `run_id` they run.
@@ -211,14 +210,13 @@ class Prober:
         `heard` takes the number in each answer, on the prober's thread; 0 if no agent of the run answers at a seat.
         """
 
-        def done(seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
-            self._asking.discard(seat.incarnation)
+        def done(_seat: Seat, _: Answer, fields: dict[str, Any]) -> None:
             # The answer of another incarnation counts too: an agent that was left out and came back knows the newest
             # generation.
             number = fields.get("generation") if fields.get("run") == run_id else 0
             heard(number if type(number) is int and 0 <= number <= COUNT_MAX else 0)
 
-        self._put([_Question(seat, done, LISTEN_STEPS, once=True) for seat in seats])
+        self._put([_Question(seat, done, LISTEN_STEPS) for seat in seats])
 
     def ask_for_workers(
         self,
@@ -266,10 +264,10 @@ class Prober:
 
     def _begin(self, questions: Sequence[_Question]) -> None:
         for question in questions:
-            if question.once and question.seat.incarnation in self._asking:
-                continue
-            if question.once:
-                self._asking.add(question.seat.incarnation)
+            if question.is_probe:
+                if question.seat.incarnation in self._probed:
+                    continue
+                self._probed.add(question.seat.incarnation)
             self._questions.add(question)
             self._waiting.append(question)
         self._begin_waiting()
