@@ -25,7 +25,7 @@ from typing import NoReturn
 from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
 from elasticrt.distributed import agent_client, regroup
 from elasticrt.errors import Handover
-from elasticrt.ipc.error_file import text_of, write_error_file
+from elasticrt.ipc.error_file import str_of, write_error_file
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
 
@@ -146,7 +146,7 @@ def _exit_code(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    print(text_of(code), file=sys.stderr)  # noqa: T201  As Python does.
+    print(str_of(code), file=sys.stderr)  # noqa: T201  As Python does.
     return 1
 
 

@@ -32,6 +32,9 @@ STRICT = {"extra": "forbid", "strict": True}
 COUNT_MAX = 2**53
 _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
+NODE = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
+"""The form of a node's name, which is a part of keys in etcd and of paths: no slash, and no dot at its beginning."""
+
 
 class _Record:
     """A frozen dataclass of whole numbers and texts that travels as JSON.
@@ -121,7 +124,7 @@ class Commit(_Record):
         "directory": r"/[^\0\ud800-\udfff]{0,4095}",
         "file": r"[^/.][^/]{0,254}",
         "digest": _HEX64,
-        "node": r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
+        "node": f"({NODE})?",
         "place": f"({_HEX16})?",
         "root": f"({_HEX16})?",
     }

@@ -42,7 +42,7 @@ def described(error: BaseException) -> Described:
     callstack, part = "".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX // 2
     whole = len(callstack) <= CALLSTACK_BYTES_MAX
     shown = callstack if whole else f"{callstack[: part - len(_CUT)]}{_CUT}{callstack[-part:]}"
-    return Described(type(error).__name__, text_of(error)[:MESSAGE_BYTES_MAX], shown, whole)
+    return Described(type(error).__name__, str_of(error)[:MESSAGE_BYTES_MAX], shown, whole)
 
 
 def write_error_file(error: BaseException) -> None:
@@ -66,7 +66,7 @@ def write_error_file(error: BaseException) -> None:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is no other way.
 
 
-def text_of(value: object) -> str:
+def str_of(value: object) -> str:
     """`str(value)` of a value of the script, whose own method may raise."""
     try:
         return str(value)

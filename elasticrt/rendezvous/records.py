@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elasticrt.errors import StoreError, explain
-from elasticrt.ipc.env import COUNT_MAX, Commit, Copy
+from elasticrt.ipc.env import COUNT_MAX, NODE, Commit, Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut, known
@@ -37,8 +37,7 @@ SEATS_PER_CHUNK = 16
 """Few seats, because a node reads a whole chunk to find its own. But enough of them that the node knows other agents to
 ask while etcd does not answer (see `outage`)."""
 
-# A name is a part of keys and of paths, so it has no slash, and no dot at its beginning.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
+Name = Annotated[str, Field(pattern=f"^{NODE}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_%-]{1,253}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -32,7 +32,7 @@ LOOK_S = 0.5
 LINGER_S = 30.0
 """A run without members may go on: its server waits this many seconds for the next one."""
 
-FOUND_S = 5.0
+OVER_S = 5.0
 """A run that has its result is over this many seconds after its last member has left. An agent that has just found its
 server gets as long to become a member."""
 
@@ -80,7 +80,7 @@ class ServerDemand:
         except StoreError:
             # A server that does not answer counts as needed until it does.
             return False
-        return now >= self._used_at + (FOUND_S if has_result else LINGER_S)
+        return now >= self._used_at + (OVER_S if has_result else LINGER_S)
 
 
 def restart_if_terminated(etcd: EtcdProcess) -> bool:

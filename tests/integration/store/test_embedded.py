@@ -20,7 +20,7 @@ import pytest
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.store import embedded
 from elasticrt.store.embedded import EmbeddedServer, find, find_or_start, read_record, runtime_directory
-from elasticrt.store.embedded_keeper import FOUND_S, LINGER_S
+from elasticrt.store.embedded_keeper import LINGER_S, OVER_S
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import resolve_listen_address
 from elasticrt.store.protocol import Address, Put, StoreUnavailable, Txn
@@ -140,7 +140,7 @@ def test_stays_while_there_are_members(runtime: Path) -> None:
     store = EtcdStore((served.address,))
     wait_until(lambda: _revoked(store, one), "the server is back")
     with pytest.raises(subprocess.TimeoutExpired):
-        psutil_wait(served.keeper_pid, FOUND_S + 1.0)
+        psutil_wait(served.keeper_pid, OVER_S + 1.0)
     assert not gone(served.keeper_pid)
     store.revoke(two)
     store.close()
@@ -243,7 +243,7 @@ def test_sigterm_to_everybody(runtime: Path) -> None:
     store = EtcdStore((served.address,))
     wait_until(lambda: _revoked(store, one), "the server is back")
     with pytest.raises(subprocess.TimeoutExpired):
-        psutil_wait(served.keeper_pid, FOUND_S + 1.0)
+        psutil_wait(served.keeper_pid, OVER_S + 1.0)
     assert [each.key for each in store.read("/elasticrt/r/members/").keys] == ["/elasticrt/r/members/b"]
     write(served, "checkpoint")
     store.revoke(two)
