@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 
 from elasticrt.ipc.messages import FRAME_MAX_BYTES, Message, decode, encode
@@ -62,12 +61,11 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors; None after `timeout_s` seconds without one.
+        """The next message and its descriptors; None after `timeout_s` seconds in which nothing has come.
 
         Without a timeout it waits for ever, which is right only for a process that ends with the other side. Raises
         ChannelClosed at the end of the stream, and ValueError for a malformed frame.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # Not `select.select`, which takes no descriptor above 1023.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -79,8 +77,7 @@ class Channel:
                 message = decode(body)
                 fds, self._fds = self._fds, []
                 return message, fds
-            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
+            if not poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
                 return None
             self._read_some()
 
