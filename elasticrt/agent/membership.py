@@ -14,7 +14,7 @@ from typing import Any
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_driver import StoreDriver
-from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
+from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.event_log import newest_result, writers
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
@@ -80,7 +80,7 @@ class Membership:
         self.driver = StoreDriver(
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self._told_to_leave
         )
-        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put, self.open_store.place))
+        self.proxy = edges.store_proxy(store, Keys(settings.run_id), put, self.open_store.place)
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
         late = _too_late(settings.run_id, timeout_s)
         how = JoinOptions(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)

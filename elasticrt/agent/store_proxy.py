@@ -58,14 +58,22 @@ class StoreRequest:
 class StoreProxy:
     """Carries out requests one after the other, on a thread that the first request starts.
 
-    Only the agent's main thread calls the methods.
+    Only the agent's main thread calls the methods, but for `carry_out`, which has no thread and no clock.
 
     Args:
-        requests: carries out each request, on the proxy's thread.
+        store: the store.
+        keys: the run's keys.
+        committed: takes every new head of the run, that is, the newest committed checkpoint.
+        meeting: where the agents of this machine find the store, as `OpenStore.place`.
     """
 
-    def __init__(self, requests: StoreRequests) -> None:
-        self._requests = requests
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
+        self._store = store
+        self._keys = keys
+        self._committed = committed
+        self._meeting = meeting
+        # The checkpoint directories that this agent owns.
+        self._holdings: dict[str, Holding] = {}
         self._closing = False
         self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,47 +86,22 @@ class StoreProxy:
             self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the request under way, for which this method waits at most `timeout_s` seconds.
+        """End the thread after the request under way, and release the checkpoint directories that this agent owns.
 
-        Requests that are still queued are dropped, because their workers have ended. A second call does nothing more.
+        This method waits at most `timeout_s` seconds for that request. A directory that the request takes later is
+        released as soon as it is taken. Requests that are still queued are dropped, because their workers have ended. A
+        second call does nothing more.
         """
         self._closing = True
         self._waiting.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
-        self._requests.release()
+        for holding in list(self._holdings.values()):
+            holding.release()
 
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None and not self._closing:
-            asked.answer(self._requests.carry_out(asked))
-
-
-class StoreRequests:
-    """What each request does to the store. This class has no thread and no clock.
-
-    Args:
-        store: the store.
-        keys: the run's keys.
-        committed: takes every new head of the run, that is, the newest committed checkpoint.
-        meeting: where the agents of this machine find the store, as `OpenStore.place`.
-    """
-
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None], meeting: str) -> None:
-        self.store = store
-        self._meeting = meeting
-        self._keys = keys
-        self._committed = committed
-        self._holdings: dict[str, Holding] = {}
-        self._released = False
-
-    def release(self) -> None:
-        """Release the checkpoint directories that this agent owns.
-
-        A request under way on another thread may still take one. It is released as soon as it is taken.
-        """
-        self._released = True
-        for holding in list(self._holdings.values()):
-            holding.release()
+            asked.answer(self.carry_out(asked))
 
     def carry_out(self, asked: StoreRequest) -> Reply:
         """Carry out one request, and return the reply. Errors of the store become refusals.
@@ -166,7 +149,7 @@ class StoreRequests:
         head_mod = current.mod_revision if current is not None else 0
         if asked.record is not None:
             txn = transactions.commit(self._keys, asked.record, head_mod, asked.attempt, head, beside=request.beside)
-            if self.store.commit(txn).succeeded:
+            if self._store.commit(txn).succeeded:
                 return self._accepted(request, head)
         # An earlier try, whose outcome was unknown, may have taken effect after the head was read. It then makes this
         # try fail.
@@ -193,7 +176,7 @@ class StoreRequests:
 
     def _find(self, kind: type[R], key: str) -> tuple[KeyValue | None, R | None]:
         """Read `key`. Returns what the store has there, and the record of that `kind`; None, None without the key."""
-        current = self.store.read(key).get(key)
+        current = self._store.read(key).get(key)
         return current, decode(kind, key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
@@ -207,7 +190,7 @@ class StoreRequests:
         A directory to which another live run saves is not taken.
         """
         key = self._keys.place(request.place)
-        found = self.store.read(key)
+        found = self._store.read(key)
         if request.take:
             owner = Owner.here(self._keys.run_id, found.store_id, asked.node, self._meeting)
             holding = Holding(Path(request.directory), owner)
@@ -220,7 +203,7 @@ class StoreRequests:
             if request.directory in self._holdings:
                 self._holdings[request.directory].release()
             self._holdings[request.directory] = holding
-            if self._released:
+            if self._closing:
                 holding.release()
         value = found.get(key)
         head = None if value is None else decode(Commit, key, value.value)
@@ -240,7 +223,7 @@ class StoreRequests:
             txn = transactions.claim_preparation(
                 self._keys, request.name, claimed, generation_value=asked.record, seen_mod=seen_mod, lease=asked.lease
             )
-            if self.store.commit(txn).succeeded:
+            if self._store.commit(txn).succeeded:
                 return Reply(request.request, True)
         return Reply(request.request, False, "another node", refusal="wait")
 
@@ -251,7 +234,7 @@ class StoreRequests:
         if current is not None and ours:
             settled = _preparing(asked, request, "failed" if request.error else "done", request.error)
             txn = transactions.end_preparation(self._keys, request.name, settled, claimed_mod=current.mod_revision)
-            if self.store.commit(txn).succeeded:
+            if self._store.commit(txn).succeeded:
                 return Reply(request.request, True)
         return Reply(request.request, False, "the claim is gone: another node may be building")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.data import durable_files as files
 from elasticrt.errors import CheckpointError
 from elasticrt.ipc.directory_owner import NAME
@@ -229,7 +229,7 @@ def test_an_agent_on_a_full_or_read_only_file_system(tmp_path: Path) -> None:
 
     def act() -> list[list[Any]]:
         _mount(tmp_path, "size=64k")
-        agent = StoreRequests(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None, "")
+        agent = StoreProxy(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None, "")
 
         def ask() -> list[Any]:
             own = OpenDirectory(1, str(tmp_path), "0" * 16, take=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt import events
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import OpenStore
-from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.liveness.prober import Witnesses, no_witnesses
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
@@ -181,12 +181,12 @@ class VirtualLeaseSession(LeaseSession):
                 pause_s = self._ask(self._lease, self._process.clock())
 
 
-class VirtualStoreProxy:
+class VirtualStoreProxy(StoreProxy):
     """The store proxy's thread as a task."""
 
-    def __init__(self, requests: StoreRequests) -> None:
-        process = requests.store.process  # type: ignore[attr-defined]  # It is a `Wire` here.
-        self._errands = requests
+    def __init__(self, wire: Wire, *more: Any) -> None:
+        super().__init__(wire, *more)
+        process = wire.process
         self._sim = process.sim
         self._process = process
         self._asks = False
@@ -207,7 +207,7 @@ class VirtualStoreProxy:
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:
             self._asks = True
-            reply = self._errands.carry_out(errand)
+            reply = self.carry_out(errand)
             self._asks = False
             self._sim.invariants.work.answered(self._process, errand, reply)
             errand.answer(reply)

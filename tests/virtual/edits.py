@@ -25,9 +25,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "commit by whatever generation is current": (
         (_A + "agent", "Agent._ask_store", "if view.generation and current else", "if view.generation else"),
     ),
-    "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
+    "no nonce read-back": ((_COMMIT, "StoreProxy._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
-        (_COMMIT, "StoreRequests._refusal", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
+        (_COMMIT, "StoreProxy._refusal", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
     ),
     "resume where the last generation did": (
         (_CONTEXT, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
@@ -139,7 +139,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running_generation, me.seated_generation)", "me.running_generation"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreBlocked", "StoreUnavailable, StoreBlocked"),),
     "who has not the claim publishes": (
-        (_COMMIT, "StoreRequests._end_build", "record.incarnation == asked.incarnation and ", ""),
+        (_COMMIT, "StoreProxy._end_build", "record.incarnation == asked.incarnation and ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "a lease that was given up comes back with the next life": (

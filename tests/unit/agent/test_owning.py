@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.ipc.directory_owner import NAME, Owner
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import OpenDirectory, Reply, Save
@@ -16,9 +16,9 @@ from elasticrt.rendezvous.records import Keys
 from tests.memory_store import MemoryServer, MemoryStore
 
 
-def errands_of(server: MemoryServer, run: str, meeting: str = "") -> StoreRequests:
+def errands_of(server: MemoryServer, run: str, meeting: str = "") -> StoreProxy:
     """The agent of a run."""
-    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None, meeting)
+    return StoreProxy(MemoryStore(server), Keys(run), lambda _: None, meeting)
 
 
 def by_another_agent(directory: Path) -> None:
@@ -28,7 +28,7 @@ def by_another_agent(directory: Path) -> None:
         f'"started": {start_of(os.getpid())}', f'"started": {start_of(os.getppid())}'))  # fmt: skip
 
 
-def ask(errands: StoreRequests, request: OpenDirectory | Save) -> Reply:
+def ask(errands: StoreProxy, request: OpenDirectory | Save) -> Reply:
     """One request of a worker in generation 1, which nobody has replaced."""
     return errands.carry_out(StoreRequest(request, 1, b"", 1, "n0", "b" * 16, 0, lambda _: None))
 
@@ -85,9 +85,9 @@ def test_a_run_whose_agent_lives(tmp_path: Path) -> None:
     reply = ask(second, own)
     assert (reply.refusal, reply.reason) == ("taken", f"run first, process {os.getppid()} on n0")
     (tmp_path / NAME).write_text(text)
-    first.release()
+    first.close(0)
     assert ask(second, own).ok
-    second.release()
+    second.close(0)
 
 
 def test_two_live_runs_of_one_id(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_two_live_runs_of_one_id(tmp_path: Path) -> None:
     assert ask(other, own).refusal == "taken"
     assert ask(fresh, own).ok
     for each in (first, fresh, other):
-        each.release()
+        each.close(0)
 
 
 def test_a_run_that_was_followed_by_another_commits_nothing_more(tmp_path: Path) -> None:
@@ -113,5 +113,5 @@ def test_a_run_that_was_followed_by_another_commits_nothing_more(tmp_path: Path)
     commit = Commit(1, 0, 1, "a" * 16, "", str(tmp_path), "step", "d" * 64, 1)
     reply = ask(errands, Save(2, asdict(commit), ""))
     assert reply == Reply(2, ok=False, reason="run other, process 3 on b", refusal="taken")
-    errands.release()
+    errands.close(0)
     assert (tmp_path / NAME).exists()

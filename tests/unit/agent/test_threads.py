@@ -14,7 +14,7 @@ import pytest
 
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
-from elasticrt.agent.store_proxy import StoreProxy, StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply, Save
 from elasticrt.liveness.prober import Prober
@@ -57,7 +57,7 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
 def _proxy() -> tuple[StoreProxy, bytes, MemoryStore]:
     store, record = MemoryStore(MemoryServer(lambda: 0.0)), SpecRecord(spec=SPEC, attempt=1).encode()
     store.commit(Txn((), (Put(KEYS.generation, record),)))
-    return StoreProxy(StoreRequests(store, KEYS, lambda _: None, "")), record, store
+    return StoreProxy(store, KEYS, lambda _: None, ""), record, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
