@@ -134,8 +134,6 @@ class Agent(WorkerSide):
         self.drain_timed_out = False
         # When to warn if no other node has come; None: never.
         self.alone_at: float | None = None
-        # Whether a second signal has come: workers then get no more time to end.
-        self.hurry = False
         # Since when etcd has not answered, as far as an event has told it; None while etcd answers.
         self.away_since: float | None = None
         # The newest checkpoint that this node has committed.
@@ -564,7 +562,7 @@ class Agent(WorkerSide):
         if not self._is_leaving:
             self.drain(f"{number.name} received")
         if self._signals > 1:
-            self.hurry, me = True, self.member.me
+            me = self.member.me
             self.member.me = replace(me, leave_reason=me.leave_reason or f"{number.name} received")
 
     @property
@@ -615,8 +613,7 @@ class Agent(WorkerSide):
             asks = isinstance(event, WorkerMessage) and isinstance(event.message, Request)
             if asks or isinstance(event, WorkerEnded | GroupEnded | Commit):
                 self.handle(event)
-        self.hurry = self.hurry or self._signals > 1
-        return self.hurry
+        return self._signals > 1
 
 
 def whom_to_ask(view: View, *, first: bool) -> list[Seat]:

@@ -69,7 +69,6 @@ class Console:
         self._how_to_join = edges.how_to_join
         # Whether stderr can no longer be written.
         self._is_closed = False
-        self._joined = False
         # The newest generation without this node that was printed.
         self._announced_standby = 0
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
@@ -244,7 +243,7 @@ class Console:
         """Say that this agent has become a member, in the etcd of `store`, and how other nodes can join."""
         settings, etcd, name = self._settings, ",".join(map(str, store.endpoints)), me.record.node
         self.events.rename(name)
-        self._node, self._joined = name, True
+        self._node = name
         started = events.AgentStarted(
             pid=os.getpid(),
             run_id=settings.run_id,
@@ -373,7 +372,7 @@ class Console:
         """Write that this agent ends with `code`, and close the event log."""
         self.close_last_line()
         # An agent that was never a member writes no event: its node's name may be that of another agent.
-        if self._joined:
+        if self.story.lives.all:
             self.events.write(events.AgentStopped(code=code))
         self.events.close()
 

@@ -208,14 +208,7 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
             expected, remedy = f"one of {', '.join(_CONF)}", _REFUSED_CONF.get(key, "Leave it out")
             raise ConfigError("a key that is not supported", where, got=text, expected=expected, remedy=remedy)
         given[key] = parse.parsed(_CONF[key], where, "elasticrt run")(text)
-    found: dict[str, Any] = {"serves": given.get("is_host")}
-    # Many write `timeout` for it.
-    if "join_timeout" in given or "timeout" in given:
-        found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
-    if "last_call_timeout" in given:
-        # The ranges of the options that these become.
-        found["settle_quiet_s"] = min(60.0, given["last_call_timeout"])
-        found["settle_max_s"] = min(600.0, given["last_call_timeout"])
+    ttl_s = RunOptions.lease_ttl_s
     # By torchrun's defaults a node is gone after three times 5 s.
     if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:
         ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
@@ -223,5 +216,12 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
             where, expected = "--rdzv-conf", "keep_alive_interval times keep_alive_max_attempt from 1 s to 3600 s"
             remedy = "Use --lease-ttl"
             raise ConfigError("not a usable value", where, got=f"{ttl_s:g} s", expected=expected, remedy=remedy)
-        found["lease_ttl_s"] = ttl_s
-    return RunOptions(**found)
+    # The ranges are those of the options.
+    return RunOptions(
+        serves=given.get("is_host"),
+        # Many write `timeout` for it.
+        join_timeout_s=given.get("join_timeout", given.get("timeout", RunOptions.join_timeout_s)),
+        settle_quiet_s=min(60.0, given.get("last_call_timeout", RunOptions.settle_quiet_s)),
+        settle_max_s=min(600.0, given.get("last_call_timeout", RunOptions.settle_max_s)),
+        lease_ttl_s=ttl_s,
+    )

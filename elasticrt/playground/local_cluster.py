@@ -204,7 +204,7 @@ class _Player:
                 command_of(self._simulation.agent_command(node, events_write)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 # Agents and workers share the machine's cores here, so each uses one thread; torchrun sets this for the
                 # same reason. By default no GPU is visible, because all nodes would take the same one, which NCCL
                 # refuses.
@@ -220,7 +220,7 @@ class _Player:
 
     def _follow(self, node: str, process: subprocess.Popen[bytes], of_events: IO[bytes]) -> None:
         """In a thread: read the agent's pipes to their ends, then report its exit code."""
-        pipes = ((of_events, _event), (process.stdout, bytes), (process.stderr, bytes))
+        pipes = ((of_events, _event), (process.stdout, bytes))
         readers = [threading.Thread(target=self._read, args=(node, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
             reader.start()

@@ -9,7 +9,7 @@ import math
 
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
-from elasticrt.ipc.wording import counted, listed, signal_name
+from elasticrt.ipc.wording import listed, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Sentence
 from elasticrt.story.failures import ExplainedStandstill
@@ -76,16 +76,11 @@ class Narration:
     # What is said.
 
     def _status(self, now: float) -> str:
-        story, chapter = self.story, self.story.generations.newest
+        story = self.story
         if self._ended:
             late = [node for node in dict.fromkeys(life.node for life in story.lives.all) if node not in self.ended]
             return f".. {now - self.started_at:.0f} s: the run has ended; still there: {listed(late)}"
-        if story.steps.first_at is None:
-            stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
-            waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"
-            here = counted(len({*story.lives.alive()} - self.ended.keys()), "agent")
-            return f".. {now - self.started_at:.0f} s: {here}, {waiting}"
-        return f".. {sentences.now_at(story, now)}"
+        return f".. {sentences.now_at(story, now) or sentences.state(story, now)}"
 
     # The end.
 

@@ -159,7 +159,7 @@ def told(history):
             [
                 BEGIN_TOLD[0],
                 "-- generation 1: 3 nodes, world size 3",
-                ".. 5 s: 3 agents, generation 1, no step yet",
+                ".. generation 1  3 nodes (1 to 9)",
             ],
             id="a script that reports no steps gets its line after three seconds, without a cost",
         ),
@@ -168,7 +168,7 @@ def told(history):
             [
                 BEGIN_TOLD[0],
                 "-- generation 1: 3 nodes, world size 3",
-                ".. 5 s: 3 agents, generation 1, no step yet",
+                ".. generation 1  3 nodes (1 to 9)",
                 "-- generation 1: first step 1 after 7.00 s",
             ],
             id="a late first step is told late",
@@ -230,7 +230,9 @@ def told(history):
             ],
             id="without a Loop steps have no numbers",
         ),
-        pytest.param([passes(104.9), passes(105.0)], [".. 5 s: 0 agents, no generation yet"], id="waiting is told too"),
+        pytest.param(
+            [passes(104.9), passes(105.0)], [".. waiting for nodes: 0 of at least 1 here"], id="waiting is told too"
+        ),
         pytest.param(
             [record(events.Failure("rank 1 failed\n  ValueError: no"), "node-0", 1.0)],
             ["rank 1 failed", "  ValueError: no"],
@@ -264,7 +266,7 @@ def told(history):
             [
                 BEGIN_TOLD[0],
                 "-- generation 1: 3 nodes, world size 3, first step after 2.00 s",
-                ".. 5 s: 3 agents, generation 1, its steps are not counted",
+                ".. generation 1  3 nodes (1 to 9)",
             ],
             id="steps without a Loop are not counted",
         ),
