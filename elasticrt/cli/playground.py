@@ -76,7 +76,6 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
     nodes = arguments.nodes
     options = run.options_given(arguments, env, nnodes=(1, nodes + _added(faults)))
     settings, spec = configure_run(options, arguments.script, arguments.arguments, env)
-    workers_per_node = count_workers(options.nproc_per_node or 1, env)
     if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
             "the run would wait for nodes that never come",
@@ -86,22 +85,15 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
             remedy="Start more nodes or lower the minimum (--min-nodes)",
         )
     # Agents read the environment by themselves, so only words of the command line are passed on.
-    words = [*run.words_given(arguments, {}, without=_OURS)]
+    words = ["--run-id", settings.run_id, "--nnodes", f"{spec.min_nodes}:{spec.max_nodes}"]
+    words += ["--nproc-per-node", str(count_workers(options.nproc_per_node or 1, env))]
+    words += run.words_given(arguments, {}, without=_OURS)
     if options.log_dir != RunOptions.log_dir:
         words += ["--log-dir", str(Path(options.log_dir).absolute())]
     # Several agents cannot share one port, so each takes a free one.
     if options.health is not None:
         words += ["--health-port", "0"]
-    return Simulation(
-        run_id=settings.run_id,
-        nodes=nodes,
-        min_nodes=spec.min_nodes,
-        max_nodes=spec.max_nodes,
-        workers_per_node=workers_per_node,
-        command=(arguments.script, *arguments.arguments),
-        options=tuple(words),
-        faults=faults,
-    )
+    return Simulation(nodes, (*words, arguments.script, *arguments.arguments), faults)
 
 
 def _added(faults: Sequence[Fault]) -> int:

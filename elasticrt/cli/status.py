@@ -55,7 +55,6 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
     try:
         with opened(run_id, directory, options) as run:
             lines, ended = show(run, story, time.time())
-        write(sys.stdout, "\n".join(lines) + "\n")
     except (ConfigError, StoreUnavailable, StoreRefused) as error:
         # The run may train on without etcd, and its directory tells of it.
         away = not isinstance(error, ConfigError)
@@ -64,17 +63,20 @@ def look(run_id: str, directory: Path, arguments: argparse.Namespace, options: E
             raise
         # Read again: the run may have ended meanwhile, and its etcd with it.
         story = run_dir.read(directory)
-        write(sys.stdout, plain("\n".join(head(story, story.now_if_running(time.time())))) + "\n")
+        now = story.now_if_running(time.time())
+        write(sys.stdout, plain("\n".join(head(story, now))) + "\n")
         if story.run.result is not None or not story.lives.alive():
             return True
         if away and not arguments.watch:
             raise
         told = "etcd does not answer: " if isinstance(error, StoreUnavailable) else "from the run's directory alone: "
         write(sys.stdout, plain(f"{told}{error}\n"))
-        return not away and story.now_if_running(time.time()) is None
+        return not away and now is None
     if story is not None:
-        write(sys.stdout, plain("\n".join(sums(story, story.now_if_running(time.time())))) + "\n")
-    return ended or (story is not None and story.run.result is not None)
+        lines += sums(story, story.now_if_running(time.time()))
+        ended = ended or story.run.result is not None
+    write(sys.stdout, plain("\n".join(lines)) + "\n")
+    return ended
 
 
 def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool]:

@@ -45,31 +45,20 @@ class Simulation:
     """What to play.
 
     Attributes:
-        run_id: the run's name.
         nodes: how many nodes there are at the beginning.
-        min_nodes, max_nodes: the run's limits.
-        workers_per_node: of each node.
-        command: the training script with its arguments.
-        options: go to every agent as they are.
+        words: what every agent is told: options, then the training script with its arguments.
         faults: what happens, and when.
         agent: the program that an agent is (`python -m elasticrt run`).
     """
 
-    run_id: str
     nodes: int
-    min_nodes: int
-    max_nodes: int
-    workers_per_node: int
-    command: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    words: tuple[str, ...]
     faults: tuple[fault_plan.Fault, ...] = ()
     agent: tuple[str, ...] = (sys.executable, "-m", "elasticrt", "run")
 
     def agent_command(self, node: str, events_fd: int) -> list[str]:
         """The command line of one node's agent."""
-        mine = ["--node", node, "--run-id", self.run_id, "--events-fd", str(events_fd)]
-        size = ["--nnodes", f"{self.min_nodes}:{self.max_nodes}", "--nproc-per-node", str(self.workers_per_node)]
-        return [*self.agent, *mine, *size, *self.options, *self.command]
+        return [*self.agent, "--node", node, "--events-fd", str(events_fd), *self.words]
 
 
 class Screen:

@@ -11,12 +11,8 @@ from elasticrt.playground.local_cluster import Screen, Simulation, play
 
 nodes, behaviour, steps, directory, *faults = sys.argv[1:]
 simulation = Simulation(
-    run_id="calm-fox",
     nodes=int(nodes),
-    min_nodes=1,
-    max_nodes=9,
-    workers_per_node=1,
-    command=(behaviour, steps, directory),
+    words=("--run-id", "calm-fox", "--nnodes", "1:9", "--nproc-per-node", "1", behaviour, steps, directory),
     faults=tuple(parse_fault(fault) for fault in faults),
     agent=(sys.executable, str(Path(__file__).with_name("fake_agent.py"))),
 )

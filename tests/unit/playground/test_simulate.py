@@ -33,8 +33,8 @@ def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path, 
     assert simulation.nodes == 3
     assert simulation.agent_command("node-2", 7) == [
         *(sys.executable, "-m", "elasticrt", "run"),
-        *("--node", "node-2", "--run-id", "calm-fox", "--events-fd", "7"),
-        *("--nnodes", "2:3", "--nproc-per-node", "2"),
+        *("--node", "node-2", "--events-fd", "7"),
+        *("--run-id", "calm-fox", "--nnodes", "2:3", "--nproc-per-node", "2"),
         *("--join", "now", "--lease-ttl", "3s", "--no-python", "--log-dir", str(tmp_path / "runs")),
         *("env", "--lr", "-1", "--nodes", "9"),
     ]
@@ -66,14 +66,16 @@ def test_an_agent_command_is_one_that_run_accepts():
 def test_the_size_of_the_run(words, size):
     """Without a minimum one node suffices; without a maximum there is room for all nodes that will ever start."""
     simulation = configured(*words)
-    assert (simulation.nodes, simulation.min_nodes, simulation.max_nodes) == size
+    nodes, least, most = size
+    assert (simulation.nodes, simulation.words[2:4]) == (nodes, ("--nnodes", f"{least}:{most}"))
 
 
 def test_faults_and_a_name_for_the_run():
     """Faults are read in order; a run without a name gets one, the same for all its agents."""
     simulation = configured("--fault", "step 5: kill node 1", "--fault", "2s: add node", "train.py")
     assert [(fault.what, fault.number) for fault in simulation.faults] == [("kill node", 1), ("add node", 0)]
-    assert simulation.run_id
+    assert simulation.words[0] == "--run-id"
+    assert simulation.words[1]
 
 
 def test_a_node_name_in_the_environment_does_not_disturb():
