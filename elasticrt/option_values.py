@@ -278,13 +278,10 @@ def host_and_port(where: str, default: str = "", least: int = 0) -> Callable[[st
 
     def parse(text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")
-        try:
-            if not colon and not default:
-                raise ValueError  # noqa: TRY301  The same is wrong with both.
-            number = whole(least, 65535)(port)
-        except ValueError:
+        number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else -1
+        if not least <= number <= 65535 or not (colon or default):
             form = "[HOST:]PORT" if default else "HOST:PORT"
-            raise ValueError(f"{form} with a port from {least} to 65535") from None
+            raise ValueError(f"{form} with a port from {least} to 65535")
         return check_host(host, where) if colon else default, number
 
     return parse

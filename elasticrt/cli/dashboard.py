@@ -86,10 +86,6 @@ class Server(ThreadingHTTPServer):
         )
 
 
-class Refusal(Exception):  # noqa: N818  It is an answer.
-    """The answer to a request that is refused. Its arguments are a status and a text."""
-
-
 class Handler(BaseHTTPRequestHandler):
     """Answers requests: `/` is the page, `/runs` the names of runs, `/updates?run=NAME` a stream about one run."""
 
@@ -107,30 +103,24 @@ class Handler(BaseHTTPRequestHandler):
         """Answer a GET request."""
         path, _, asked = self.path.partition("?")
         query = {name: values[-1] for name, values in parse_qs(asked).items()}
-        answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
-        try:
-            self._check(query)
-            answers.get(path, self._nothing)(query)
-        except Refusal as refusal:
-            status, text = refusal.args
-            self._answer("text/plain; charset=utf-8", text.encode(), status)
-
-    def _page(self, _: dict[str, str]) -> None:
-        self._answer("text/html; charset=utf-8", PAGE.read_bytes())
-
-    def _runs(self, _: dict[str, str]) -> None:
-        names = [path.name for path in run_dir.newest(self.server.log_dir)]
-        self._answer("application/json", json.dumps(names).encode())
-
-    def _nothing(self, _: dict[str, str]) -> None:
-        raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
-
-    def _check(self, query: dict[str, str]) -> None:
+        server = self.server
         # A page of another site may make the browser ask for a name that it lets point to this machine (DNS rebinding).
-        if is_foreign([f"{name}: {value}" for name, value in self.headers.items()], self.server.names):
-            raise Refusal(HTTPStatus.FORBIDDEN, "ask by an address, or a name of this machine")
-        if self.server.token and not compare_digest(query.get("token", "").encode(), self.server.token.encode()):
-            raise Refusal(HTTPStatus.FORBIDDEN, "use the whole address that `elasticrt dashboard` has printed")
+        if is_foreign([f"{name}: {value}" for name, value in self.headers.items()], server.names):
+            self._refuse(HTTPStatus.FORBIDDEN, "ask by an address, or a name of this machine")
+        elif server.token and not compare_digest(query.get("token", "").encode(), server.token.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "use the whole address that `elasticrt dashboard` has printed")
+        elif path == "/":
+            self._answer("text/html; charset=utf-8", PAGE.read_bytes())
+        elif path == "/runs":
+            names = [directory.name for directory in run_dir.newest(server.log_dir)]
+            self._answer("application/json", json.dumps(names).encode())
+        elif path == "/updates":
+            self._updates(query.get("run", ""))
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "no such page")
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._answer("text/plain; charset=utf-8", why.encode(), status)
 
     def _answer(self, kind: str, content: bytes | None, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -139,11 +129,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content or b"")
 
-    def _updates(self, query: dict[str, str]) -> None:
+    def _updates(self, name: str) -> None:
         """Send the state of a run, and each change of it, until the page is closed."""
-        directory = next((each for each in run_dir.newest(self.server.log_dir) if each.name == query.get("run")), None)
+        directory = next((each for each in run_dir.newest(self.server.log_dir) if each.name == name), None)
         if directory is None:
-            raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
+            self._refuse(HTTPStatus.NOT_FOUND, "no such run")
+            return
         self._answer("text/event-stream", None)
         told_at = 0.0
         for story, lines, _ in run_dir.follow(directory, lambda _: False):
