@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticrt import events
 from elasticrt.agent import health_state
@@ -98,19 +98,27 @@ class HealthServer:
     def _on_request(self, client: Client, request: bytes) -> None:
         """Answer one HTTP request."""
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
-        kind = "application/json"
+        method, target, *_ = [*line.split(" "), "", ""]
+        question, now = target.partition("?")[0], time.monotonic()
+        said, text, kind = dict[str, Any](), b"", "application/json"
         # Before any answer: a web page must not read the metrics through its visitor's browser.
         if is_foreign(fields_of_request, self._names):
-            status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
-        elif re.match(rf"(GET|HEAD) {METRICS}[ ?]", line):
-            text = self._of_metrics(lambda metrics: metrics.text(self.state, time.monotonic())) or b""
-            status, kind = HTTPStatus.OK, CONTENT_TYPE
-            if not text:
-                status, text = HTTPStatus.NOT_IMPLEMENTED, f"{self._no_metrics}\n".encode()
+            status, said = HTTPStatus.FORBIDDEN, {"hosts": "an address, or a name of this machine"}
+        elif question not in (LIVE, METRICS, READY):
+            status, said = HTTPStatus.NOT_FOUND, {"questions": [LIVE, METRICS, READY]}
+        elif method not in ("GET", "HEAD"):
+            status, said = HTTPStatus.METHOD_NOT_ALLOWED, {"methods": ["GET", "HEAD"]}
+        elif question == METRICS:
+            found, kind = self._of_metrics(lambda metrics: metrics.text(self.state, now)), CONTENT_TYPE
+            status = HTTPStatus.OK if found else HTTPStatus.NOT_IMPLEMENTED
+            text = found or f"{self._no_metrics}\n".encode()
         else:
-            status, text = answer(line, self.state, time.monotonic())
+            finding = health_state.live(self.state, now) if question == LIVE else health_state.ready(self.state, now)
+            status = HTTPStatus.OK if finding.ok else HTTPStatus.SERVICE_UNAVAILABLE
+            said = health_state.body(self.state, finding)
+        text = text or json.dumps(said).encode() + b"\n"
         # The answer to HEAD has the length of the body, and no body.
-        content = b"" if line.startswith("HEAD ") else text
+        content = b"" if method == "HEAD" else text
         fields = {"Content-Type": kind, "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
         self._server.answer(client, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
@@ -185,20 +193,3 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
             except ValueError:
                 return True
     return False
-
-
-def answer(request_line: str, state: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
-    """The status and the body of the answer to `request_line`, from the `state`, at `now` (monotonic seconds)."""
-    method, target, *_ = [*request_line.split(" "), "", ""]
-    question = target.partition("?")[0]
-    if question not in (LIVE, READY):
-        return HTTPStatus.NOT_FOUND, _text({"questions": [LIVE, METRICS, READY]})
-    if method not in ("GET", "HEAD"):
-        return HTTPStatus.METHOD_NOT_ALLOWED, _text({"methods": ["GET", "HEAD"]})
-    finding = health_state.live(state, now) if question == LIVE else health_state.ready(state, now)
-    status = HTTPStatus.OK if finding.ok else HTTPStatus.SERVICE_UNAVAILABLE
-    return status, _text(health_state.body(state, finding))
-
-
-def _text(value: object) -> bytes:
-    return json.dumps(value).encode() + b"\n"
