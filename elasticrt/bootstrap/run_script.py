@@ -16,7 +16,6 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -53,7 +52,8 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     code = _run(list(command), module=module)
     # A process that the script has forked returns from `_run` as well, and must not act for the worker.
     is_fork = os.getpid() != me
-    names = ["__main__", *_imported_since(last)]
+    loaded = list(sys.modules)
+    names = ["__main__", *(loaded[loaded.index(last) + 1 :] if last in loaded else ())]
     # The agent link is made here, because an interpreter that is ending starts no threads. The worker may be in a later
     # generation by now.
     worker = agent_client.worker_env()
@@ -61,18 +61,6 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     host = agent_client.agent_link() if code == 0 and not is_fork and hosts_store else None
     failed = code not in (0, HANDED_OVER_CODE) and worker.has_agent and not is_fork
     shutdown.leave(code, names, host, limited=failed)
-
-
-def _imported_since(marker: str) -> list[str]:
-    """The modules that were imported after the module `marker`, in that order."""
-    found = []
-    # From the end: reading the names of all modules would copy, in a fork, all the pages that they are in (2 ms).
-    # Another thread that imports something would break the iteration, so then the names are copied first.
-    for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
-        if name == marker:
-            break
-        found.append(name)
-    return found[::-1]
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ agents, because the leash that ends them with this process is tied to the thread
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -83,8 +82,7 @@ class Screen:
     def _format(self, line: str, node: str) -> str:
         if not node:
             return self._paint(line, _OWN.get(line[:2], 0))
-        number = re.search(r"[0-9]+$", node)
-        colour = COLOURS[int(number[0]) % len(COLOURS)] if number else COLOURS[0]
+        colour = COLOURS[int(node.removeprefix("node-")) % len(COLOURS)]
         # A carriage return would let one node's progress bar write over another node's tag.
         return f"{self._paint(node, colour)} | " + line.rstrip("\r").replace("\r", " ")
 
@@ -105,10 +103,9 @@ class _Player:
     """The state of a running simulation."""
 
     def __init__(self, simulation: Simulation, screen: Screen) -> None:
-        self._zero = time.time() - time.monotonic()
         self._simulation = simulation
         self._screen = screen
-        self._narration = narration.Narration(started_at=self._now())
+        self._narration = narration.Narration(started_at=time.time())
         self._faults = simulation.faults
         # By node, the agents whose end has not been noted.
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -127,7 +124,7 @@ class _Player:
                 self._take(*self.news.get(timeout=LOOK_EVERY_S))
                 while True:
                     self._take(*self.news.get_nowait())
-            self._on_time(self._now())
+            self._on_time(time.time())
         stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
         for fault in () if stopped_by else self._faults:
             self._screen.show(f"!! never came: {fault.text}")
@@ -135,10 +132,6 @@ class _Player:
         return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
 
     # --- What happens -------------------------------------------------------------------------------------------------
-
-    def _now(self) -> float:
-        """Seconds since 1970, as events have them, and in order even when the wall clock is set."""
-        return self._zero + time.monotonic()
 
     def _take(self, node: str, news: bytes | events.Record | int) -> None:
         """Take note of one item of the queue."""
@@ -169,11 +162,10 @@ class _Player:
 
     def _stop(self, number: signal.Signals) -> None:
         """Send SIGTERM to all agents; the second time SIGKILL."""
-        now = self._now()
         if self._stopped_by:
-            self._kill_at = now
+            self._kill_at = time.time()
             return
-        self._stopped_by, self._kill_at = number, now + TERM_GRACE_S
+        self._stopped_by, self._kill_at = number, time.time() + TERM_GRACE_S
         self._screen.show(f"-- {number.name}: stopping {counted(len(self._agents), 'agent')}")
         for process in self._agents.values():
             process.terminate()
