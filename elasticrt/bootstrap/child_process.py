@@ -1,11 +1,12 @@
 """Between the fork and the user's program: a worker process gets its session, signals, descriptors and directory.
 
-An error here is sent to the worker parent through a pipe and ends the process. None of the user's code has run yet, so
-such an error is one of starting, not of the script. Standard library only.
+An error here is the last line that the process prints, and ends it as a shell ends whose command cannot be run. None of
+the user's code has run yet, so such an error is one of starting, not of the script. Standard library only.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -33,22 +34,22 @@ class Job:
     Attributes:
         start: the message that asked for the worker.
         fds: the worker's descriptors by name, as in `Start.fd_names`.
-        errors_fd: write end of a close-on-exec pipe, for the text of an error before the user's program runs.
         parent_pid: the worker parent's process id.
         executes: whether to replace the process image, instead of running the script in this interpreter.
     """
 
     start: Start
     fds: dict[str, int]
-    errors_fd: int
     parent_pid: int
     executes: bool
 
 
-def fail(job: Job, error: OSError) -> NoReturn:
-    """Tell the worker parent why this worker cannot run, and end."""
-    os.write(job.errors_fd, str(error).encode(errors="replace")[:2000])
-    os._exit(EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_CANNOT_EXECUTE)
+def fail(error: OSError) -> NoReturn:
+    """Print why this worker cannot run, and end. What may pass, such as a lack of memory, has another code."""
+    os.write(2, f"could not be started: {error}\n".encode(errors="replace")[:2000])
+    if error.errno == errno.ENOENT:
+        os._exit(EXIT_NOT_FOUND)
+    os._exit(EXIT_CANNOT_EXECUTE if error.errno in (errno.EACCES, errno.ENOEXEC, errno.ENOTDIR) else 1)
 
 
 def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
@@ -70,7 +71,7 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
         _place_standard_streams(job)
         os.chdir(job.start.directory)
     except OSError as error:
-        fail(job, error)
+        fail(error)
     env = dict(job.start.env)
     fds = dict(job.fds)
     if job.executes and "listen" in fds:
@@ -96,7 +97,7 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         os.execvpe(command[0], command, env)  # noqa: S606  Without a shell is how we want it.
     except OSError as error:
-        fail(job, type(error)(error.errno, error.strerror, command[0]))
+        fail(type(error)(error.errno, error.strerror, command[0]))
 
 
 def _place_standard_streams(job: Job) -> None:

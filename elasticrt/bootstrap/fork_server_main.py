@@ -52,8 +52,6 @@ class _Worker:
 
     start: Start
     pid: int
-    # The read end of the pipe on which the worker says why it cannot run its program.
-    errors_fd: int
     # Its exit code, or minus the signal number, once it was reaped. Other processes of its session may still live.
     code: int | None = None
     ended_ns: int = 0
@@ -89,8 +87,6 @@ class ForkServer:
         self._channel.close()
         for fd in self._wakeup:
             os.close(fd)
-        for worker in self._workers.values():
-            os.close(worker.errors_fd)
 
     def serve(self, warm: Warm) -> Job | None:
         """Run until the agent is gone, and return None. In a process that was forked as a worker, return its job.
@@ -162,25 +158,18 @@ class ForkServer:
         return job
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
-        # Closed by the `exec` of a program, and by `main` before a script begins. Until then the pipe carries the
-        # reason why nothing runs.
-        errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
         # No signal may reach the worker while it still has the handlers of this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
         except OSError:
-            os.close(errors_fd)
-            os.close(errors_writer)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             raise
         if pid == 0:
-            os.close(errors_fd)
-            return Job(start, fds, errors_writer, me, self._executes)
+            return Job(start, fds, me, self._executes)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        os.close(errors_writer)
-        self._workers[pid] = _Worker(start, pid, errors_fd)
+        self._workers[pid] = _Worker(start, pid)
         self._channel.send(Started(start.generation, start.local_rank, pid, time.monotonic_ns()))
         return None
 
@@ -237,14 +226,8 @@ class ForkServer:
 
     def _report(self, worker: _Worker) -> None:
         assert worker.code is not None
-        error = ""
-        with contextlib.suppress(BlockingIOError):
-            error = os.read(worker.errors_fd, 4096).decode(errors="replace")
-        os.close(worker.errors_fd)
         del self._workers[worker.pid]
-        reason = f"cannot start the worker: {error}" if error else ""
-        start = worker.start
-        self._channel.send(Exited(start.generation, start.local_rank, worker.pid, worker.code, reason))
+        self._channel.send(Exited(worker.start.generation, worker.start.local_rank, worker.pid, worker.code))
 
     def _end(self) -> None:
         """After the end of the agent: end all processes of the workers, within END_MAX_S seconds.
@@ -298,7 +281,6 @@ def main(text: str) -> NoReturn:
     env = child_process.settle(job, signals)
     if job.executes:
         child_process.execute(job, env)
-    os.close(job.errors_fd)
     from elasticrt.bootstrap import run_script
 
     module = job.start.command_kind == "module"

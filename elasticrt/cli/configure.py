@@ -142,16 +142,14 @@ def _check_module(name: str) -> None:
 
 
 def _check_script(path: Path) -> None:
-    name = str(path)
+    name, expected = str(path), "a Python file that can be read"
     if not path.exists():
-        got, expected = f"no file at {path.absolute()}", "a Python file"
+        got = f"no file at {path.absolute()}"
         raise ConfigError("no such script", name, got=got, expected=expected, remedy="Check the path")
     if path.is_dir() and not (path / "__main__.py").exists():
-        expected, remedy = "a Python file", "Name the file"
-        raise ConfigError("not a script", name, got="a directory", expected=expected, remedy=remedy)
+        raise ConfigError("not a script", name, got="a directory", expected=expected, remedy="Name the file")
     if not os.access(path, os.R_OK):
-        expected, remedy = "read permission", f"chmod +r {name}"
-        raise ConfigError("a script that cannot be read", name, expected=expected, remedy=remedy)
+        raise ConfigError("a script that cannot be read", name, expected=expected, remedy=f"chmod +r {name}")
 
 
 # Names, workers and GPUs.

@@ -133,9 +133,9 @@ def test_a_worker_dies_with_its_parent(tmp_path, executes):
         me = os.getpid()
         if os.fork() == 0:
             os.set_inheritable(writer, True)
-            env = child_process.settle(child_process.Job(start, {}, writer, me, executes), {})
+            env = child_process.settle(child_process.Job(start, {}, me, executes), {})
             if executes:
-                child_process.execute(child_process.Job(start, {}, writer, me, executes), env)
+                child_process.execute(child_process.Job(start, {}, me, executes), env)
             os.write(writer, b"%20d" % os.getpid())
         signal.pause()
     os.close(writer)
