@@ -61,11 +61,12 @@ def in_short(error: BaseException) -> str:
     shown = os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".") if kept else "not kept"
     if isinstance(error, CheckpointError) and error.said_by_rank_0 and kept:
         return f"rank {rank} ends with the CheckpointError of rank 0; traceback: {shown}"
-    raised_by_us = _innermost(error).startswith(_OURS)
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_by_us = bool(frames) and frames[-1].filename.startswith(_OURS)
     if isinstance(error, (ConfigError, CheckpointError, DuplicateError)) or (
         isinstance(error, (TypeError, ValueError)) and raised_by_us and _IN_FORM.match(found.message)
     ):
-        return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
+        return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(frames)}  traceback: {shown}"
     if not kept or not is_collateral(found.name, found.message, found.callstack):
         return excerpt
     # Without the place in torch's C++ sources.
@@ -73,16 +74,11 @@ def in_short(error: BaseException) -> str:
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 
-def _innermost(error: BaseException) -> str:
-    """The file that raised the error."""
-    return "".join(each.filename for each in traceback.extract_tb(error.__traceback__)[-1:])
-
-
-def _called_at(error: BaseException) -> str:
-    """The line of the user's code that led to the error: the last one outside of this package and of libraries."""
-    paths, lines = sysconfig.get_paths(), traceback.extract_tb(error.__traceback__)
+def _called_at(frames: traceback.StackSummary) -> str:
+    """The line of the user's code that led to an error: the last one outside of this package and of libraries."""
+    paths = sysconfig.get_paths()
     known = (_OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-    theirs = [each for each in lines if not each.filename.startswith(known)]
+    theirs = [each for each in frames if not each.filename.startswith(known)]
     if not theirs:
         return ""
     line = f": {theirs[-1].line[:120]}" if theirs[-1].line else ""
