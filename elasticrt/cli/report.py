@@ -94,34 +94,23 @@ def _command(
 def directory_of(arguments: argparse.Namespace) -> Path:
     """The directory of the run that was named, as an option or by variables; without a name, of the newest.
 
-    With --follow this waits for the run. Otherwise it raises ConfigError if there is none.
+    With --follow this waits for the run, and says so on stderr. Otherwise it raises ConfigError if there is none.
     """
-    run = arguments.run or options_given(arguments, EtcdOptions()).run_id
-    if getattr(arguments, "follow", False):
-        return _awaited(run, arguments.log_dir)
-    if run is not None:
-        return run_dir.find(run, arguments.log_dir)
-    found = next(run_dir.newest(arguments.log_dir), None)
-    if found is None:
-        what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
-        raise ConfigError(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy)
-    return found
-
-
-def _awaited(run: str | None, log_dir: str) -> Path:
-    """The directory of this run, or of the newest, as soon as there are events.
-
-    A line on stderr says that this waits.
-    """
-    said = False
+    run, log_dir, said = arguments.run or options_given(arguments, EtcdOptions()).run_id, arguments.log_dir, False
     while True:
         found = next(run_dir.newest(log_dir), None) if run is None else run_dir.look_for(run, log_dir)
         if found is not None:
             return found
+        if not getattr(arguments, "follow", False):
+            break
         if not said:
             said = True
             tell(f"elasticrt: waiting for the first event of {run or 'a run'} in {log_dir}, until Ctrl-C\n")
         time.sleep(run_dir.LOOK_EVERY_S)
+    if run is not None:
+        return run_dir.find(run, log_dir)
+    what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
+    raise ConfigError(what, log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy)
 
 
 def show(arguments: argparse.Namespace) -> int:
