@@ -82,17 +82,17 @@ class Membership:
         )
         self.proxy = edges.store_proxy(store, Keys(settings.run_id), put, self.open_store.place)
         timeout_s, options = member.me.spec.join_timeout_s, settings.options
-        late = _too_late(settings.run_id, timeout_s)
+        expected = f"to register within {timeout_s:g} s"
+        remedy = "Its last attempt may still be ending; see the logs of its other nodes"
+        late = StoreError("the run could not be joined", f"run {settings.run_id}", expected=expected, remedy=remedy)
         how = JoinOptions(timeout_s, settings.etcd_wait_s, options.again, options.node is not None, late)
         result = self.driver.run(member.join(how))
         if result is not None:
             return result
         # The store is new to this run. An embedded etcd ends with its run, so its logs may tell a result that the fresh
         # etcd does not know.
-        new = (
-            not (member.me.started_generation or member.view.generation_number or options.again)
-            and len(member.view.members) == 1
-        )
+        known = member.me.started_generation or member.view.generation_number or options.again
+        new = not known and len(member.view.members) == 1
         if new:
             self._check_elsewhere(member, living)
         ended = self.how_it_ended(member) if new else None
@@ -162,12 +162,3 @@ class Membership:
         if hasattr(self, "session"):
             self.session.close(timeout_s=CLOSE_S)
         self.open_store.store.close()
-
-
-def _too_late(run_id: str, timeout_s: float) -> StoreError:
-    return StoreError(
-        "the run could not be joined",
-        f"run {run_id}",
-        expected=f"to register within {timeout_s:g} s",
-        remedy="Its last attempt may still be ending; see the logs of its other nodes",
-    )

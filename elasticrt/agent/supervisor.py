@@ -112,8 +112,8 @@ class Supervisor:
         self._pending: tuple[Generation, Seat] | None = None
         # Whether the workers are being ended because this node leaves the run.
         self._is_leaving = False
-        # The generation whose workers are to be killed, and when: their time to end by themselves is then over.
-        self._kill_deadline: tuple[int, float] | None = None
+        # When to kill the workers, as their time to end by themselves is then over; None if they are not ending.
+        self._kill_at: float | None = None
         # By process id: the failure to report for a worker that is killed because a signal had stopped it. Its own exit
         # code would only tell of this agent's SIGKILL.
         self._frozen: dict[int, Failure] = {}
@@ -195,8 +195,7 @@ class Supervisor:
     def alarms(self) -> list[float | None]:
         """The times, in seconds of the monotonic clock, at which `do_what_is_due` may have something to do, or None."""
         again_at = self._joining.retry_at if self._can_start_beside() else None
-        kill_at = self._kill_deadline[1] if self._kill_deadline else None
-        return [self._check_seats_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at()]
+        return [self._check_seats_at, again_at, self._kill_at, self._check.alarm(), *self.hangs.wake_at()]
 
     def doing(self) -> str:
         """What the workers do before their first step, in words; "" when they train, or when there are none."""
@@ -257,18 +256,15 @@ class Supervisor:
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers whose time to end by themselves is over."""
-        if self._kill_deadline is None:
-            return
-        generation, at = self._kill_deadline
-        # The workers have ended in time, or the next generation has started meanwhile.
-        if not self._state.running or generation != self._state.number:
-            self._kill_deadline = None
+        # They may have ended in time.
+        if self._kill_at is None or not self._state.running:
+            self._kill_at = None
         # A build of shared data is not interrupted: the next generation needs the data too.
         elif self.pages.is_building(self._state):
-            self._kill_deadline = (generation, max(at, now + EXIT_HOOKS_S))
-        elif now >= at:
-            self._kill_deadline = None
-            self.group.kill(generation)
+            self._kill_at = max(self._kill_at, now + EXIT_HOOKS_S)
+        elif now >= self._kill_at:
+            self._kill_at = None
+            self.group.kill(self._state.number)
 
     def _end_unseated(self, now: float, *, leaves: bool) -> None:
         """End workers that have not taken their new seats in time.
@@ -430,7 +426,7 @@ class Supervisor:
             if len(self._state.handed_over) == len(self._state.ranks) or self.pages.is_building(self._state):
                 # Workers that have handed over end by themselves, and get a moment for their exit hooks. A worker that
                 # prepares shared data may finish the build: the next generation needs the data too.
-                self._kill_deadline = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
+                self._kill_at = self._clock.monotonic() + EXIT_HOOKS_S
             else:
                 self._end_workers()
         self._start_if_possible()
@@ -523,9 +519,9 @@ class Supervisor:
             self._end_workers()
         # After a failure elsewhere, workers here may be failing of the same cause, and be writing their traceback.
         elif not well:
-            self._kill_deadline = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
+            self._kill_at = self._clock.monotonic() + EXIT_HOOKS_S
         self.group.release(generation)
-        deadline = max(self._clock.monotonic() + grace_s, self._kill_deadline[1] if self._kill_deadline else 0.0)
+        deadline = max(self._clock.monotonic() + grace_s, self._kill_at or 0.0)
         while self.group.pids(generation) and (now := self._clock.monotonic()) < deadline:
             self._kill_overdue(now)
             self._clock.sleep(0.005)
@@ -549,10 +545,10 @@ class Supervisor:
         grace_s, generation = self._settings.restart_grace_s, self._state.number
         if not grace_s:
             self.group.kill(generation)
-        elif self._kill_deadline is None or self._kill_deadline[0] != generation:
+        elif self._kill_at is None:
             self._announce_end()
             self.group.terminate(generation)
-            self._kill_deadline = (generation, self._clock.monotonic() + grace_s)
+            self._kill_at = self._clock.monotonic() + grace_s
 
     def told_to_leave(self) -> None:
         """Tell the workers that this node is about to leave, so that they leave a SIGTERM from elsewhere to the agent.
@@ -594,6 +590,7 @@ class Supervisor:
 
     def _begin(self, generation: Generation) -> None:
         """Note that workers are being started, or get new seats, for `generation`."""
+        self._kill_at = None
         self.progress.began()
         self.hangs.began(self._clock.monotonic())
         self._events.write(_begun(generation, self._names))

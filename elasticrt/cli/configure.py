@@ -237,11 +237,8 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
     ip = resolve_for_others(text, "--local-addr")
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
         # /etc/hosts often maps a machine's own name to 127.0.1.1. A loopback address that was typed is meant.
-        got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
-        what, remedy = (
-            "a name at which only this machine can be reached",
-            "Give an IP address: `ip -brief address` shows them",
-        )
+        what, got = "a name at which only this machine can be reached", f"{text}, which is {ip} here"
+        expected, remedy = "an address that the other nodes reach", "Give one that `ip -brief address` shows"
         raise ConfigError(what, "--local-addr", got=got, expected=expected, remedy=remedy)
     return ip
 

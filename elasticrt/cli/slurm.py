@@ -88,12 +88,10 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
 
     Raises ConfigError if each agent of a step of several nodes would train alone, or start an etcd of its own.
     """
-    if (
-        slurm is not None
-        and slurm.step_nodes > 1
-        and options.nnodes[1] == 1
-        and not (options.run_id or options.standalone)
-    ):
+    if slurm is None:
+        return options
+    most = options.nnodes[1]
+    if slurm.step_nodes > 1 and most == 1 and not (options.run_id or options.standalone):
         raise ConfigError(
             "each node of this SLURM step would train alone",
             "--nnodes",
@@ -101,8 +99,8 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
             expected="how many nodes train together",
             remedy=f"Give --nnodes 1:{slurm.step_nodes}, or --standalone if each node is to train alone",
         )
-    run_id = slurm.run_id(options.nnodes[1]) if slurm is not None else None
-    if slurm is None or run_id is None:
+    run_id = slurm.run_id(most)
+    if run_id is None:
         return options
     options = replace(options, run_id=options.run_id or run_id)
     if options.etcd or options.meet_at is not None:
