@@ -225,7 +225,7 @@ class Console:
             # With --log-format json the line has the facts about the generation as fields.
             fields = {
                 name: value
-                for name, value in vars(chapter).items()
+                for name, value in chapter.told().items()
                 if name not in ("reported", "kind", "follows", "reached")
             }
             fields["change"] = chapter.kind

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elasticrt import events
-from elasticrt.story.buckets import LATE_S, STANDSTILLS_KEPT, GenerationCourse, Standstill
+from elasticrt.story.generations import LATE_S, STANDSTILLS_KEPT, Chapter, Standstill
 
 SILENT = "(no answer"
 """The evidence against a node that was taken out because it did not answer contains these words."""
@@ -49,8 +49,8 @@ class Failures:
         self.all: list[RunFailure] = []  # The failures, in the order of time.
         # The newest findings about slow nodes, each with its time.
         self.straggler_findings: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDSTILLS_KEPT)
-        # The newest standstills with a finding, each with the course of its generation.
-        self._explained: deque[tuple[Standstill, GenerationCourse]] = deque(maxlen=STANDSTILLS_KEPT)
+        # The newest standstills with a finding, each with its generation.
+        self._explained: deque[tuple[Standstill, Chapter]] = deque(maxlen=STANDSTILLS_KEPT)
 
     def add(self, failure: RunFailure) -> None:
         """Note a failure that is no hang."""
@@ -65,20 +65,20 @@ class Failures:
         """Note a finding about a slow node."""
         self.straggler_findings.append((at, event))
 
-    def stood_still(self, course: GenerationCourse, event: events.Event, *, has_step_numbers: bool) -> None:
-        """Note a standstill, or a hang, that `event` has brought into the `course` of its generation.
+    def stood_still(self, chapter: Chapter, event: events.Event, *, has_step_numbers: bool) -> None:
+        """Note a standstill, or a hang, that `event` has brought into `chapter`.
 
         A hang counts as one failure of each node that is waited for, whichever node has reported it first.
         """
-        if course.blamed is event and not any(stand is course.standstills[-1] for stand, _ in self._explained):
-            self._explained.append((course.standstills[-1], course))
+        if chapter.blamed is event and not any(stand is chapter.standstills[-1] for stand, _ in self._explained):
+            self._explained.append((chapter.standstills[-1], chapter))
         # Without stacks the worker's own end is the failure that is told.
-        if course.hung is None or not course.hung[1].stacks:
+        if chapter.hung is None or not chapter.hung[1].stacks:
             return
-        (at, hung), culprit = course.hung, course.blamed
+        (at, hung), culprit = chapter.hung, chapter.blamed
         nodes: tuple[str, ...] = ("",)
         what = f"no progress for {hung.age_s:.0f} s" + (f" after step {hung.step:,}" if has_step_numbers else "")
-        # The finding may be one step behind: see `GenerationCourse.stood_still`.
+        # The finding may be one step behind: see `Chapter.stood_still`.
         if culprit is not None and abs(hung.step - culprit.step) <= 1:
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
         self.add_hang(at, what, hung.generation, nodes, since=at - hung.age_s)
@@ -99,11 +99,11 @@ class Failures:
         """
         before = -math.inf
         found: dict[float, tuple[ExplainedStandstill, float]] = {}
-        for stand, course in self._explained:
+        for stand, chapter in self._explained:
             assert stand.culprit is not None
             # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
             before = before if abs(stand.since - before) < LATE_S else stand.since
             # No shorter than the finding says: the others may have gone on without the node that reports it.
-            until = max(min(stand.until, course.over_at, last), stand.since + stand.culprit.age_s)
+            until = max(min(stand.until, chapter.end, last), stand.since + stand.culprit.age_s)
             found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers), until
         return list(found.values())

@@ -12,10 +12,10 @@ from __future__ import annotations
 from itertools import takewhile
 
 from elasticrt import events
-from elasticrt.story.buckets import STANDBY, TRAIN, Span, is_failure, totals
+from elasticrt.story.buckets import STANDBY, TRAIN, Span, totals
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure
-from elasticrt.story.generations import Chapter, Generations
+from elasticrt.story.generations import Chapter, Generations, is_failure
 from elasticrt.story.lives import AgentLife, Lives
 from elasticrt.story.run import Run
 from elasticrt.story.steps import Checkpoints, Steps
@@ -41,7 +41,7 @@ class Story:
         """Begin with a story in which nothing has happened."""
         self.run = Run()
         self.generations = Generations()
-        self.lives = Lives(self.generations.courses)
+        self.lives = Lives(self.generations.numbers)
         self.steps, self.checkpoints, self.failures = Steps(), Checkpoints(), Failures()
         # The times of the first and the last event; 0 before the first.
         self.begin = self.last = 0.0
@@ -57,12 +57,12 @@ class Story:
     @property
     def standstill(self) -> ExplainedStandstill | None:
         """The present standstill, if a node has found whom the others wait for; None: steps are made, or not known."""
-        course = self.generations.newest_course
-        since = course.stands_since if course is not None else None
+        chapter = self.generations.newest
+        since = chapter.stands_since if chapter is not None else None
         # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
-        if course is None or course.blamed is None or since is None or self.run.result or not self.lives.alive():
+        if chapter is None or chapter.blamed is None or since is None or self.run.result or not self.lives.alive():
             return None
-        return ExplainedStandstill(since, course.blamed, self.has_step_numbers)
+        return ExplainedStandstill(since, chapter.blamed, self.has_step_numbers)
 
     def standstill_sentence(self, now: float) -> str:
         """The sentence about `standstill` at `now`; "" if it is None."""
@@ -183,9 +183,9 @@ class Story:
                 self._progressed(event, life.node, at)
             case events.WorkerEnded() if is_failure(event):
                 failures.add(RunFailure(at, life.node, event.failure, event.generation))
-            case events.Culprit() | events.Stalled() | events.GoesOn() if event.generation in generations.courses:
-                course = generations.courses[event.generation]
-                failures.stood_still(course, event, has_step_numbers=self.has_step_numbers)
+            case events.Culprit() | events.Stalled() | events.GoesOn() if event.generation in generations.numbers:
+                chapter = generations.numbers[event.generation]
+                failures.stood_still(chapter, event, has_step_numbers=self.has_step_numbers)
             case events.Straggler() if event.generation == number:
                 failures.found_slow(event, at)
             case events.MemberLost():
@@ -205,13 +205,12 @@ class Story:
             chapter = generations.learn_nodes(event)
         else:
             cause, kind = (event.cause, event.kind) if before is None else self._cause(event, before, at)
-            left_at = self.lives.interrupted(before) if before is not None else None
-            if left_at is not None:
-                generations.left(left_at)
+            if before is not None:
+                before.left_at = self.lives.interrupted(before) or before.left_at
             chapter = generations.begin(event, at, cause=cause, kind=kind, needed=self.run.min_nodes)
         previous = generations.numbers.get(event.number - 1)
         if chapter is not None and previous is not None:
-            generations.note_short(chapter, short=self.lives.stayed(previous, chapter) < self.run.min_nodes)
+            chapter.short = self.lives.stayed(previous, chapter) < self.run.min_nodes
 
     def _cause(self, event: events.Generation, before: Chapter, at: float) -> tuple[str, str]:
         """The cause and kind of the generation that `event` begins at `at`, after the generation `before`.
@@ -257,7 +256,7 @@ class Story:
         """
         culprit = stand.culprit
         # A hang that ended its generation is in the cause already; nodes that do not answer are reported as lost.
-        if self.generations.courses[culprit.generation].hung or (culprit.nodes and not culprit.ranks):
+        if self.generations.numbers[culprit.generation].hung or (culprit.nodes and not culprit.ranks):
             return cause
         until = self.lives.witnessed_end(stand.since, at)
         self.failures.add_hang(at, stand.sentence(until), culprit.generation, culprit.nodes, since=stand.since)
@@ -296,7 +295,7 @@ class Story:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
         life, chapter = self.lives.note_killed(node), self.generations.newest
         if chapter is not None and not self.seated_lives():
-            self.generations.left(max((each.last for each in self.lives.seated(chapter)), default=life.last))
+            chapter.left_at = max((each.last for each in self.lives.seated(chapter)), default=life.last)
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:

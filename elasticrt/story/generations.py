@@ -1,13 +1,17 @@
-"""The generations of a run, as the chapters of its story. Pure."""
+"""The generations of a run, as the chapters of its story: why each was made, how its steps go, what it cost. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from elasticrt import events
-from elasticrt.story.buckets import AGREE, WAITING, GenerationCourse
+from elasticrt.ipc.failure import NOT_LET_GO
+from elasticrt.story.buckets import AGREE, WAITING
 
 _FINISHED = (
     events.FirstStep | events.Step | events.Progress | events.Committed | events.Copied | events.WorkerEnded
@@ -15,33 +19,59 @@ _FINISHED = (
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
 
+STANDSTILLS_KEPT = 64
+"""How many standstills are kept of one generation, the newest ones."""
+
+LATE_S = 1.0
+"""How long after a step its report may arrive."""
+
+PACE_S = 30.0
+"""The window over which the current steps per second are measured, within the newest generation."""
+
+
+@dataclass
+class Standstill:
+    """A time in which no step was made."""
+
+    # `since` and `until` are in seconds since 1970. `until` is infinity while the standstill lasts, and stays so if its
+    # generation ends before another step.
+    since: float
+    until: float = math.inf
+    # The newest finding about which ranks the others wait for; None: there is none.
+    culprit: events.Culprit | None = None
+
+
+def is_failure(event: events.WorkerEnded) -> bool:
+    """Whether a worker's end counts as a failure: it is no mere consequence of another one."""
+    return bool(event.failure) and (not event.collateral or NOT_LET_GO in event.failure)
+
 
 @dataclass
 class Chapter:
-    """One generation, as the run's story tells it."""
+    """One generation, as the run's story tells it. Times are in seconds since 1970."""
 
     # Up to `restarts`, and `waits`: as the leader published them. The cause also names nodes that joined on this
     # occasion.
     number: int
-    cause: str
-    kind: str
-    world_size: int
-    nodes: tuple[str, ...]
-    in_place: bool
-    restarts: int
-    begin: float  # When its first node began it.
+    cause: str = ""
+    kind: str = ""
+    world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    in_place: bool = False
+    restarts: int = 0
+    begin: float = 0.0  # When its first node began it.
     # The step that it resumes after, at first as published, then as the workers agreed.
-    resume_step: int
+    resume_step: int = 0
     # The last step before this generation that any node's events tell of.
-    step_before: int
+    step_before: int = 0
     # The nodes of the generation before; None if that one has no events.
-    follows: tuple[str, ...] | None
+    follows: tuple[str, ...] | None = None
     waits: bool = False
     # The run's minimum of nodes when it was published.
     needed: int = 1
     # The highest step finished in it that any node's events tell of; 0: none.
     reached: int = 0
-    end: float | None = None  # When the next one began; None for the newest.
+    end: float = math.inf  # When the next one began.
     reported: dict[str, float] = field(default_factory=dict)  # By node: when it reported its first step.
     stepped_at: float | None = None  # When a first step was first reported; None before.
     # The number of that step; None before, and for a script without a Loop.
@@ -56,6 +86,34 @@ class Chapter:
     # count a wait for nodes as part of the phase "agree"; here it is a phase of its own, named as the bucket.
     phases: dict[str, float] = field(default_factory=dict)
 
+    # The rest is how its steps go. `told` leaves it out.
+
+    # The last step while it was the newest generation, and when it was done; 0 before the first.
+    last_step: int = 0
+    last_step_at: float = 0.0
+    # When the last of its agents ended, if none of them lived on into the next generation. An agent that started later
+    # has waited for others to come.
+    left_at: float = math.inf
+    failed_at: float = math.inf  # When a worker failed or was lost, if no step was made since.
+    # Until this time it repeats steps that an earlier generation had done. Minus infinity: it repeats none; infinity:
+    # it still does.
+    redone_until: float = -math.inf
+    redone_to: int = 0  # The last of the repeated steps.
+    # Whether it had to wait for more nodes, because too few of the generation before were left.
+    short: bool = False
+    # The newest standstills. The last one may still last.
+    standstills: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDSTILLS_KEPT))
+    # Recent steps with their times: those of the last `PACE_S` seconds, since the last standstill.
+    recent_steps: deque[tuple[int, float]] = field(default_factory=deque)
+    # The first `Stalled` event that ends this generation as hung, with its time; None: there is none.
+    hung: tuple[float, events.Stalled] | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What programs are told of it: the fields up to `phases`, by name."""
+        names = list(vars(self))
+        told = {name: getattr(self, name) for name in names[: names.index("last_step")]}
+        return {**told, "end": self.end if self.end < math.inf else None}
+
     @property
     def saves(self) -> bool:
         """Whether it only saves the state: it has enough nodes, makes no step, and the next generation follows."""
@@ -69,7 +127,48 @@ class Chapter:
         """
         return self.resume_step + self.redone if self.redone is not None else self.step_before
 
-    def stepped(self, node: str, at: float) -> None:
+    @property
+    def speed(self) -> float | None:
+        """The current steps per second; None: not known."""
+        if len(self.recent_steps) < 2 or self.recent_steps[-1][1] <= self.recent_steps[0][1]:
+            return None
+        (first, since), (last, until) = self.recent_steps[0], self.recent_steps[-1]
+        return (last - first) / (until - since)
+
+    @property
+    def stands_since(self) -> float | None:
+        """When the present standstill began; None: steps are made, as far as is known."""
+        return self.standstills[-1].since if self.standstills and self.standstills[-1].until == math.inf else None
+
+    @property
+    def blamed(self) -> events.Culprit | None:
+        """The newest finding about which ranks the others wait for; None: steps are made, or there is no finding."""
+        return self.standstills[-1].culprit if self.stands_since is not None else None
+
+    def standstills_within(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """The parts of the time from `begin` to `end` in which the steps stood still."""
+        times = [(max(begin, each.since), min(end, each.until)) for each in self.standstills]
+        return [(since, until) for since, until in times if since < until]
+
+    def fold(self, event: events.Event, at: float) -> None:
+        """Fold in an event of this generation about its steps, which happened at `at`."""
+        match event:
+            case events.WorkerEnded() if is_failure(event):
+                self.failed_at = at
+            case events.GoesOn():
+                self.goes_on(at)
+            case events.Culprit():
+                self.stood_still(event.step, at - event.age_s, event)
+            case events.Stalled():
+                self.stood_still(event.step, at - event.age_s)
+                self.hung = self.hung or ((at, event) if event.final else None)
+
+    def over(self, at: float) -> None:
+        """Note that the next generation begins at `at`."""
+        self.end = at
+        self.recent_steps.clear()
+
+    def reported_first(self, node: str, at: float) -> None:
         """Note that `node` reported its first step `at` this time."""
         self.reported.setdefault(node, at)
         self.stepped_at = at if self.stepped_at is None else self.stepped_at
@@ -85,27 +184,69 @@ class Chapter:
         if self.redone is not None or (self.follows is not None and told >= {*self.follows}):
             self.redone = max(self.redone or 0, self.step_before - self.resume_step)
 
+    def resumed(self, step: int, highest: int) -> None:
+        """Note that a node has resumed after `step`. Steps up to `highest` were done before: they are repeated."""
+        if self.redone_until == math.inf or (not self.last_step and highest > step):
+            self.redone_until, self.redone_to = math.inf, max(self.redone_to, highest)
+
+    def stepped(self, step: int, at: float) -> None:
+        """Note that `step` is done at `at`. A step that is not the newest changes nothing."""
+        if step <= self.last_step:
+            return
+        if self.redone_until == math.inf and step >= self.redone_to:
+            # Not every step has an event. The steps between two events are assumed to come at an even pace.
+            before_at = self.last_step_at or at
+            share = (self.redone_to - self.last_step) / (step - self.last_step) if self.last_step else 1.0
+            self.redone_until = before_at + share * (at - before_at)
+        self.goes_on(at)
+        # A step that was done before the failure may be reported up to `LATE_S` after it.
+        if at > self.failed_at + LATE_S:
+            self.failed_at = math.inf
+        self.last_step, self.last_step_at = step, at
+        self.recent_steps.append((step, at))
+        while at - self.recent_steps[0][1] > PACE_S and len(self.recent_steps) > 2:
+            self.recent_steps.popleft()
+
+    def goes_on(self, at: float) -> None:
+        """Note that steps are made again at `at`. Ends the standstill, if there is one."""
+        if self.stands_since is not None:
+            self.standstills[-1].until = at
+            self.recent_steps.clear()
+
+    def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
+        """Note that no step was made from `since` on, after `step`. `blamed` is the finding about it, if any."""
+        # A report from before the newest step is out of date. Ranks that wait for the blamed ones may have made one
+        # step more, so a finding may be one step behind.
+        if step + (blamed is not None) < self.last_step:
+            return
+        step = max(step, self.last_step)
+        # An age is measured a moment before its event is written, so `since` may come out too late.
+        if self.last_step and step == self.last_step:
+            since = min(since, self.last_step_at)
+        if not self.standstills or self.standstills[-1].until < since:
+            self.standstills.append(Standstill(since))
+        stand = self.standstills[-1]
+        stand.since, stand.until = min(since, stand.since), math.inf
+        if blamed is not None:
+            stand.culprit = blamed
+        if self.last_step:
+            self.last_step, self.last_step_at = step, stand.since
+
 
 class Generations:
     """The generations of a run."""
 
     def __init__(self) -> None:
         self.all: list[Chapter] = []  # The generations, in order.
-        # By number: how each goes. Only those of the present etcd: a fresh one counts from 1 again.
-        self.courses: dict[int, GenerationCourse] = {}
+        # The same by number. Only those of the present etcd: a fresh one counts from 1 again.
+        self.numbers: dict[int, Chapter] = {}
         # By node: the newest generation with workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
-        self.numbers: dict[int, Chapter] = {}  # By number: the generations of `courses`.
 
     @property
     def newest(self) -> Chapter | None:
         """The newest generation; None before the first."""
         return self.all[-1] if self.all else None
-
-    @property
-    def newest_course(self) -> GenerationCourse | None:
-        """How the newest generation goes; None before the first."""
-        return self.courses[self.all[-1].number] if self.all else None
 
     def is_over(self, number: int) -> bool:
         """Whether another generation has followed the one with `number`."""
@@ -138,13 +279,11 @@ class Generations:
         """Begin the generation that `event` tells of. The other arguments are fields of `Chapter`, `at` its `begin`."""
         before, follows, step = self.newest, self.follows(event.number), 0
         if before is not None:
-            before.end = at
-            self.courses[before.number].over(at)
+            before.over(at)
             step = before.reached if before.first_step is not None else before.step_before
         # A fresh etcd counts from 1 again.
         if self.is_known(event.number):
             self.numbers.clear()
-            self.courses.clear()
         chapter = Chapter(
             number=event.number,
             cause=cause,
@@ -163,7 +302,6 @@ class Generations:
         )
         self.all.append(chapter)
         self.numbers[event.number] = chapter
-        self.courses[event.number] = GenerationCourse(waits=event.waits)
         return chapter
 
     def learn_nodes(self, event: events.Generation) -> Chapter | None:
@@ -178,15 +316,6 @@ class Generations:
         chapter.nodes = event.nodes
         return chapter
 
-    def note_short(self, chapter: Chapter, *, short: bool) -> None:
-        """Note whether `chapter` had to wait for more nodes, because too few of the one before were left."""
-        self.courses[chapter.number].short = short
-
-    def left(self, at: float) -> None:
-        """Note that the agents of the newest generation had ended at `at`."""
-        if self.newest_course is not None:
-            self.newest_course.left_at = at
-
     # The events of a generation.
 
     def fold(self, event: events.Event, node: str, at: float, told: Set[str]) -> None:
@@ -199,9 +328,9 @@ class Generations:
             case events.Recovery() | events.SetUp() if event.generation in self.numbers:
                 self._phases(self.numbers[event.generation], event, node, at - event.age_s)
             case events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
-                event.generation in self.courses
+                event.generation in self.numbers
             ):
-                self.courses[event.generation].fold(event, at)
+                self.numbers[event.generation].fold(event, at)
 
     def first_step(self, event: events.FirstStep, node: str, at: float, *, highest: int, told: Set[str]) -> bool:
         """Note the first step of `node` in the newest generation. The `highest` step of the run may be a later one.
@@ -209,8 +338,8 @@ class Generations:
         Returns whether the workers have resumed earlier than published: the checkpoint of the resume point could not be
         used.
         """
-        chapter, course = self.numbers[event.generation], self.courses[event.generation]
-        chapter.stepped(node, at)
+        chapter = self.numbers[event.generation]
+        chapter.reported_first(node, at)
         earlier = event.resumed_from < chapter.resume_step and not chapter.in_place
         if earlier:
             chapter.passed_over = chapter.resume_step
@@ -220,13 +349,13 @@ class Generations:
         if event.redone is not None:
             chapter.redone = max(chapter.redone or 0, event.redone)
         chapter.count_redone(told)
-        course.resumed(event.resumed_from, max(highest, event.resumed_from + (event.redone or 0)))
+        chapter.resumed(event.resumed_from, max(highest, event.resumed_from + (event.redone or 0)))
         return earlier
 
     def stepped(self, number: int, step: int, at: float) -> None:
         """Note that `step` was made at `at` in the generation with `number`, unless another one has followed."""
-        if number in self.courses and not self.is_over(number):
-            self.courses[number].stepped(step, at)
+        if number in self.numbers and not self.is_over(number):
+            self.numbers[number].stepped(step, at)
 
     def _finished(self, number: int, step: int, told: Set[str]) -> None:
         """Note that `step` was finished in generation `number`. The event may come after a later one has begun."""
@@ -248,7 +377,7 @@ class Generations:
         """Note what the time until the first step of `node`, made at `at`, went into."""
         # A script without a Loop reports no first step.
         if chapter is self.newest:
-            chapter.stepped(node, at)
+            chapter.reported_first(node, at)
         seconds: dict[str, float] = {}
         for name, took_ms in event.phases.items():
             waited_s = self._waited_s(chapter, took_ms / 1000) if name == AGREE else 0.0
@@ -266,4 +395,4 @@ class Generations:
         short = [each for each in before if len(each.nodes) < each.needed]
         if short:
             return min(agree_s, chapter.begin - short[-1].begin)
-        return agree_s if self.courses[chapter.number].short else 0.0
+        return agree_s if chapter.short else 0.0

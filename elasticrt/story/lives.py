@@ -7,9 +7,10 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, replace
 
 from elasticrt import events
-from elasticrt.story.buckets import GenerationCourse, LifeSpans, Span
+from elasticrt.story.buckets import Span
 from elasticrt.story.failures import RunFailure
 from elasticrt.story.generations import Chapter
+from elasticrt.story.life_spans import LifeSpans
 
 
 @dataclass
@@ -38,15 +39,15 @@ class Lives:
     """The agents of a run.
 
     Args:
-        courses: how each generation goes, by number; see `LifeSpans`.
+        chapters: the generations by number; see `LifeSpans`.
     """
 
-    def __init__(self, courses: Mapping[int, GenerationCourse]) -> None:
+    def __init__(self, chapters: Mapping[int, Chapter]) -> None:
         self.all: list[AgentLife] = []  # The agents, in the order of their starts.
         # From when until when no agent ran, between two generations, and how the agents of the first had ended, in
         # words.
         self.breaks: list[tuple[float, float, str]] = []
-        self._courses = courses
+        self._chapters = chapters
         self._newest: dict[str, AgentLife] = {}  # The newest life of each node.
         # From when until when etcd did not answer a node.
         self._outages: list[tuple[float, float]] = []
@@ -136,7 +137,7 @@ class Lives:
         pid = event.pid if isinstance(event, events.AgentStarted) else 0
         # Without a start before it: the file's first lines are damaged.
         if isinstance(event, events.AgentStarted) or node not in self._newest:
-            self._newest[node] = AgentLife(node, pid, at, record.at, at, LifeSpans(at, self._courses))
+            self._newest[node] = AgentLife(node, pid, at, record.at, at, LifeSpans(at, self._chapters))
             self.all.append(self._newest[node])
         return self._newest[node]
 

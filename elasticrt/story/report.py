@@ -159,7 +159,7 @@ def changes(story: Story) -> str:
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
     """The report for programs, as JSON values."""
     result, stand, missed = story.run.result, story.standstill, story.checkpoints.unsaved
-    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.generations.all]
+    chapters = [{**chapter.told(), "reported": sorted(chapter.reported)} for chapter in story.generations.all]
     return {
         "run_id": story.run.run_id,
         "run_dir": story.run.run_dir,

@@ -238,8 +238,8 @@ def _missed(story: Story) -> Iterator[Happened]:
 
 def pace(story: Story, now: float) -> str:
     """`12.3 steps/s`, lately, or `no step for 9 s`; "" if not known, or if the line has another sentence about it."""
-    still_s, course = now - story.steps.last_at, story.generations.newest_course
-    speed = course.speed if course is not None else None
+    still_s, chapter = now - story.steps.last_at, story.generations.newest
+    speed = chapter.speed if chapter is not None else None
     usual_s = 1 / speed if speed else 0.0
     if story.standstill is not None or story.steps.first_at is None:
         return ""

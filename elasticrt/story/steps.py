@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from elasticrt import events
-from elasticrt.story.buckets import STANDSTILLS_KEPT
+from elasticrt.story.generations import STANDSTILLS_KEPT
 
 POINTS_MAX = 4000
 """How many points the curves of steps and scalars keep."""

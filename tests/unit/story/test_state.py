@@ -98,7 +98,7 @@ def test_the_speed_of_a_run_that_goes_on_is_that_of_the_last_while() -> None:
     assert "no step for 10 s" in now_at(told, 214.0)
     assert "2,201 steps, 11.0 steps/s; no checkpoint" in report(told)
     again = story([*THREE_STEPS, *slower, (205.0, "a", begun(2, "ab", "failure"))])
-    assert again.generations.newest_course.speed is None, "a pause is no slow step"
+    assert again.generations.newest.speed is None, "a pause is no slow step"
 
 
 def test_a_run_that_failed_was_not_stopped() -> None:
