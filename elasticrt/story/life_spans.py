@@ -9,9 +9,10 @@ without a position; it is painted at the beginning of the interval in which it w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticrt import events
 from elasticrt.story.buckets import (
@@ -49,6 +50,20 @@ _PHASES = {
 }
 
 
+_IDLE, _READY = "idle", "ready"
+"""What a node without a seat does. "ready": it has replaced a failed worker, while the others may still be in the old
+generation. The bucket depends on what the others do, so it is known later."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a node does from `begin` on, until its next part begins."""
+
+    begin: float
+    bucket: str  # A bucket, `_IDLE` or `_READY`.
+    chapter: Chapter | None = None  # The generation whose standstills are `detect` in this part, if there is one.
+
+
 @dataclass(frozen=True)
 class _Mark:
     """A `Progress` event as a point in time.
@@ -59,79 +74,68 @@ class _Mark:
 
     at: float
     step: int
-    seconds: tuple[tuple[str, float], ...]
+    seconds: Mapping[str, float]
     pausing: bool
-
-    def later(self, at: float) -> _Mark:
-        """This mark moved to `at`, a later time in the same pause."""
-        seconds = tuple((name, spent_s + (at - self.at) * (name == PAUSE)) for name, spent_s in self.seconds)
-        return _Mark(at, self.step, seconds, pausing=True)
 
 
 class LifeSpans:
     """The spans of one agent's life.
 
-    Events must come in the order of time. What is painted is final; what is not known yet is guessed by `spans_until`.
+    Events must come in the order of time. What is painted is final. The parts of the life after that are corrected by
+    each event that tells of an earlier time: the phases of a `Recovery` begin at the last step before it.
 
     Args:
         begin: when the agent started, in seconds since 1970.
-        courses: the courses of all generations by number. The nodes of a run share this mapping, and `Generations`
-            changes it.
+        chapters: all generations by number. The nodes of a run share this mapping, and `Generations` changes it.
     """
 
-    def __init__(self, begin: float, courses: Mapping[int, Chapter]) -> None:
+    def __init__(self, begin: float, chapters: Mapping[int, Chapter]) -> None:
         self.begin = self._cursor = begin
-        self._courses = courses
-        # The course of the generation `_generation`.
-        self._course = Chapter(0)
-        self._spans: list[Span] = []
-        # What the node does. "start": the agent and the worker parent start. "idle": no seat. "ready": the same, after
-        # a failed worker was replaced while the others may still be in the old generation. "seated": a seat, and no
-        # step yet. "waiting": a seat in a generation that waits for nodes. "training". "over": the run has a result.
-        self._mode = "start"
+        self._chapters = chapters
+        self._spans: list[Span] = []  # What is painted: the time up to the cursor.
+        # The rest of the life, from the cursor on. Training is always the first part.
+        self._parts = [_Part(begin, START)]
         # The newest generation in which this node has made a step.
-        self._generation = 0
+        self._chapter = Chapter(0)
         # The newest generation that this node has heard of, with a seat for it or without one.
-        self._newest = 0
-        # When this node heard of the generation that follows `_generation`; None: it has not.
-        self._next_heard_at: float | None = None
-        # When a worker of this node failed in `_generation`; None: none has.
-        self._failed_at: float | None = None
-        self._marks: tuple[_Mark, ...] = ()  # The marks that are later than the cursor.
+        self._newest = Chapter(0)
+        # When a worker of this node failed in `_chapter`; infinity: none has.
+        self._failed_at = math.inf
+        self._mark: _Mark | None = None  # The newest mark, if it is later than the cursor.
         # The amounts by bucket at the cursor: what has been painted of the sums in the marks.
-        self._painted: tuple[tuple[str, float], ...] = ()
+        self._painted: Mapping[str, float] = {}
 
     def fold(self, event: events.Event, at: float) -> None:
         """Fold in an event of this node, which happened at `at`."""
         match event:
-            case events.ParentWarm() if self._mode == "start":
-                self._paint_to(at, START)
-                self._mode = "idle"
+            case events.ParentWarm() if self._bucket == START:
+                self._turn(at, _IDLE)
             # A worker that replaces a failed one has set up beside the training of the others.
-            case events.Ready() if self._failed_at is not None:
-                self._train_to(self._failed_at)
-                self._paint_to(at, SET_UP)
+            case events.Ready() if self._failed_at < math.inf:
+                self._end_idle(at)
+                self._turn(self._failed_at, SET_UP)
                 # Where this node knows a later generation already, the others have gone on without it.
-                self._mode, self._failed_at = "ready" if self._newest == self._generation else "idle", None
+                self._turn(at, _READY if self._newest is self._chapter else _IDLE)
+                self._settle(at)
+                self._failed_at = math.inf
             case events.StandsBy():
-                self._left_out(at, at - event.age_s)
-                if self._mode in ("idle", "ready"):
-                    self._idle_to(at, event)
-                    self._mode = "idle"
-                self._newest = event.number
+                self._end_idle(at, event)
+                self._leave_out(at, at - event.age_s)
+                self._settle(at)
+                self._newest = self._known(event.number)
             case events.Generation():
                 self._seated(event, at)
-            case events.Restarted() if self._mode == "training" and self._newest_course.waits:
-                self._stopped(event, at)
+            case events.Restarted() if self._trains and self._newest.waits:
+                self._resumed(event, at)
             case events.SetUp() | events.Recovery():
-                self._stepped(event, at - event.age_s)
-            case events.Progress():
+                self._resumed(event, at - event.age_s)
+            case events.Progress() if self._trains and event.generation == self._chapter.number:
                 self._progressed(event, at)
-            case events.WorkerEnded() if event.failure and event.generation == self._generation:
-                self._failed_at = self._failed_at or at
+            case events.WorkerEnded() if event.failure and 0 < event.generation == self._chapter.number:
+                self._failed_at = min(self._failed_at, at)
             case events.Result():
-                self._finish(at)
-                self._mode = "over"
+                self._close(at)
+                self._turn(at, START)
 
     def spans_until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
         """All spans of the life up to `end`, without changing it.
@@ -140,45 +144,114 @@ class LifeSpans:
         """
         known = copy(self)
         known._spans = list(self._spans)
-        if lost and self._next_heard_at is None:
+        if lost and self._bucket == TRAIN:
             # Not up to this node's own last step: its worker may have been one step behind.
-            known._left_out(end, min(end, self._course.last_step_at or end))
-        known._finish(end)
+            known._leave_out(end, self._chapter.last_step_at or end)
+        known._close(end)
         return tuple(known._spans)
 
     @property
-    def _newest_course(self) -> Chapter:
-        """The course of the newest generation that this node has heard of."""
-        return self._courses.get(self._newest, self._course)
+    def _bucket(self) -> str:
+        """What the node does now."""
+        return self._parts[-1].bucket
 
     @property
-    def _pauses(self) -> tuple[_Mark, ...]:
-        """The newest mark, as a tuple of one, if it is in a pause after which no step is known. Else empty."""
-        return tuple(mark for mark in self._marks[-1:] if mark.pausing and self._course.last_step <= mark.step)
+    def _trains(self) -> bool:
+        """Whether the node has trained since the cursor, and nothing final is known of the time after that."""
+        return self._parts[0].bucket == TRAIN
+
+    def _known(self, number: int) -> Chapter:
+        """The generation with `number`."""
+        return self._chapters.get(number) or Chapter(number)
 
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
-        # The set-up so far belongs to the generation before. Later a wait or the new course would claim its time.
-        if self._mode == "seated" and (event.waits or self._newest_course.stands_since is not None):
-            self._set_up_to(at)
+        before = self._newest
         # This node has missed a generation: the others had gone on without it.
-        if self._mode == "training" and event.number != self._newest + 1:
-            self._left_out(at, self._course.last_step_at or at)
-        if self._mode in ("idle", "ready"):
-            self._idle_to(at, event)
-        self._newest = event.number
-        if self._mode == "waiting":
-            self._paint_to(at, WAITING)
-        if self._mode == "training":
-            self._next_heard_at = at if self._next_heard_at is None else self._next_heard_at
-        else:
-            if self._mode == "start":
-                self._paint_to(at, START)
-            self._mode = "waiting" if event.waits else "seated"
+        if self._trains and event.number != before.number + 1:
+            self._leave_out(at, self._chapter.last_step_at or at)
+            self._settle(at)
+        self._end_training(at)
+        self._end_idle(at, event)
+        self._newest = self._known(event.number)
+        sets_up = self._bucket == SET_UP
+        # A generation that hung without a step: that time is `detect`, whatever the phases of the next step say.
+        hung = sets_up and before.stands_since is not None
+        if hung or not (self._trains or (sets_up and not event.waits)):
+            self._settle(at)
+        self._turn(at, WAITING if event.waits and not self._trains else SET_UP, self._newest)
 
-    def _idle_to(self, end: float, until: events.Generation | None = None) -> None:
-        """Paint the time without a seat up to `end`.
+    def _leave_out(self, at: float, last: float) -> None:
+        """The others have gone on without this node, as it learns `at` this time. Its `last` step was made then."""
+        if self._trains:
+            last = min(last, self._chapter.end, self._failed_at)
+            # Now it is known until when the node has trained.
+            self._parts = self._parts[:1]
+            self._turn(last, DETECT)
+            self._turn(max(last, min(at, self._newest.end)), STANDBY)
+        if self._bucket != START:
+            self._turn(at, _IDLE)
+
+    def _resumed(self, event: events.SetUp | events.Recovery | events.Restarted, at: float) -> None:
+        """A pause or the set-up has ended with a step at `at`, or the node waits from then on for more nodes."""
+        # The phases end then, so their sum says when the pause or the set-up began.
+        end = at - sum(event.phases.values()) / 1000
+        if self._trains:
+            # Now it is known until when the node has trained.
+            self._parts = self._parts[:1]
+            self._chapter.last_step_at = max(self._chapter.last_step_at, end)
+            # A later mark tells of a pause in the time of the detection, too: it stays `detect`.
+            self._mark = self._mark if self._mark is not None and self._mark.at <= end else None
+        chapter = self._known(event.generation)
+        for name, took_ms in event.phases.items():
+            bucket = _PHASES.get(name, SET_UP)
+            # Without a phase "start" the generation is in place: "script" is the time until the living workers got
+            # their new seats, and no script has begun.
+            if name == "script" and "start" not in event.phases:
+                bucket = REFORM
+            elif bucket == AGREE and chapter.short and isinstance(event, events.Recovery):
+                bucket = WAITING
+            self._turn(end, bucket, chapter if name == "first_step" else None)
+            end += took_ms / 1000
+        self._turn(at, TRAIN if not isinstance(event, events.Restarted) else WAITING)
+        self._settle(at)
+        if self._trains:
+            self._chapter = chapter
+        self._mark, self._painted, self._failed_at = None, {}, math.inf
+
+    def _progressed(self, event: events.Progress, at: float) -> None:
+        step, before = event.step or event.beats, self._mark
+        # If a step followed the mark before, no pause that is still unreported can have begun before that mark.
+        # Otherwise this may be a pause, which is reported only at its end.
+        if before is not None and step > before.step and self._bucket == TRAIN and before.at <= self._chapter.end:
+            self._settle(before.at)
+        spent = {DATA: event.data_s, SAVE: event.save_s, PAUSE: event.pause_s}
+        self._mark = _Mark(at, step, spent, event.pausing)
+
+    # What is known only later, as it seems now.
+
+    def _end_training(self, at: float) -> None:
+        """Training has ended with the earliest sign of trouble up to `at`. The agents need the time after it to agree.
+
+        A node that has not heard that the others went on without it trains no longer than they did: from the last step
+        of its generation to the next generation the time is `detect`, and after that `standby`.
+        """
+        if self._bucket != TRAIN:
+            return
+        chapter, mark = self._chapter, self._mark
+        last = min(at, chapter.failed_at, self._failed_at)
+        # A pause lasts until a step is known.
+        if mark is not None and mark.pausing and chapter.last_step <= mark.step and mark.at < last:
+            paused_s = mark.seconds[PAUSE] + last - mark.at
+            self._mark = replace(mark, at=last, seconds={**mark.seconds, PAUSE: paused_s})
+        if chapter.end < last:
+            self._turn(chapter.last_step_at or chapter.end, DETECT)
+            self._turn(chapter.end, STANDBY)
+        self._turn(last, AGREE)
+
+    def _end_idle(self, at: float, until: events.Generation | None = None) -> None:
+        """The time without a seat ends at `at`, or lasts until then.
 
         After a failure of this node's worker, the others stand still too until they agree on the next generation: that
         part is `agree`. The rest is `standby` or `waiting for nodes`, by what the others do.
@@ -186,110 +259,51 @@ class LifeSpans:
         `until` is the generation that ends the time without a seat, or that runs without this node as well; None: the
         time still lasts.
         """
-        if self._mode == "ready" and (until is None or until.number == self._newest + 1):
+        if self._bucket not in (_IDLE, _READY):
+            return
+        begin = self._parts[-1].begin
+        if self._bucket == _READY and (until is None or until.number == self._newest.number + 1):
             stands_by = until is None or isinstance(until, events.StandsBy)
-            self._paint_to(min(end, self._newest_course.end) if stands_by else end, AGREE)
-        course = self._courses.get(until.number - 1 if until is not None else max(self._courses, default=0))
-        waits = not self._courses if course is None else course.waits or self.begin > course.left_at
+            self._turn(begin, AGREE)
+            begin = max(begin, min(at, self._newest.end)) if stands_by else at
+        before = self._chapters.get(until.number - 1 if until is not None else max(self._chapters, default=0))
+        waits = not self._chapters if before is None else before.waits or self.begin > before.left_at
         # A generation of this kind follows no other, so all nodes have waited for it.
         starts = until is not None and until.kind == "start"
-        self._paint_to(end, WAITING if waits or starts else STANDBY)
-
-    def _stopped(self, event: events.Restarted, at: float) -> None:
-        """The steps have ended, and this node waits with the others for nodes, by a `Restarted` event at `at`."""
-        # The phases run from the last step until now, so their sum says when the last step was.
-        end = at - sum(event.phases.values()) / 1000
-        self._stand_from(end, event.phases)
-        self._paint_to(at, AGREE)
-        self._mode, self._next_heard_at, self._failed_at = "waiting", None, None
-        self._marks, self._painted = (), ()
-
-    def _left_out(self, at: float, last: float) -> None:
-        """The others have gone on without this node, as it learns `at` this time. Its `last` step was made then."""
-        if self._mode == "training":
-            self._train_to(last if self._failed_at is None else min(last, self._failed_at))
-            self._paint_to(min(at, self._newest_course.end), DETECT)
-            self._paint_to(at, STANDBY)
-            self._mode = "idle"
-        elif self._mode in ("seated", "waiting"):
-            self._finish(at)
-            self._mode = "idle"
-
-    def _stepped(self, event: events.SetUp | events.Recovery, at: float) -> None:
-        # The phases end with the first step, so their sum says when the pause or the set-up began.
-        end = at - sum(event.phases.values()) / 1000
-        if self._mode == "training":
-            self._stand_from(end, event.phases)
-        else:
-            self._paint_to(end, SET_UP)
-        # Generations in between have come to no step. If they hung, that time is `detect`, as it was shown while it
-        # lasted.
-        between = [course for number, course in self._courses.items() if self._generation < number < event.generation]
-        stands = [(each.stands_since, each.end) for each in between if each.stands_since is not None]
-        self._course = self._courses.get(event.generation) or Chapter(0)
-        self._generation, self._next_heard_at, self._failed_at = event.generation, None, None
-        self._marks, self._painted, self._mode = (), (), "training"
-        for name, took_ms in event.phases.items():
-            end += took_ms / 1000
-            bucket = _PHASES.get(name, SET_UP)
-            if name == "first_step":
-                stands = self._course.standstills_within(self._cursor, end)
-            # Without a phase "start" the generation is in place: "script" is the time until the living workers got
-            # their new seats, and no script has begun.
-            elif name == "script" and "start" not in event.phases:
-                bucket = REFORM
-            elif bucket == AGREE and self._course.short and isinstance(event, events.Recovery):
-                bucket = WAITING
-            for since, until in stands:
-                self._paint_to(min(end, since), bucket)
-                self._paint_to(min(end, until), DETECT)
-            self._paint_to(end, bucket)
-
-    def _progressed(self, event: events.Progress, at: float) -> None:
-        spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
-        mark = _Mark(at, event.step or event.beats, spent, event.pausing)
-        if self._mode != "training" or event.generation != self._generation:
-            return
-        before = self._marks
-        if before and mark.step <= before[-1].step:
-            # No step has ended since the mark before. This may be a pause, which is reported only at its end.
-            before = before[:-1]
-        elif before and self._next_heard_at is None:
-            # A step followed the mark before, so no pause that is still unreported can have begun before it.
-            self._train_to(before[-1].at)
-            before = self._marks
-        self._marks = (*before, mark)
+        self._turn(begin, WAITING if waits or starts else STANDBY)
 
     # Painting.
 
-    def _finish(self, end: float) -> None:
-        """Paint the time from the cursor to `end`, by what is known now."""
-        match self._mode:
-            case "start" | "over":
-                self._paint_to(end, START)
-            case "idle" | "ready":
-                self._idle_to(end)
-            case "waiting":
-                self._paint_to(end, WAITING)
-            case "seated":
-                self._set_up_to(end)
-            case _:
-                # Training has ended with the earliest sign of trouble. The agents need the time after that to agree.
-                known = [at for at in (self._failed_at, self._next_heard_at) if at is not None]
-                last = min([*known, self._course.failed_at, end])
-                self._marks += tuple(mark.later(last) for mark in self._pauses if mark.at < last)
-                self._train_to(last)
-                self._paint_to(end if self._next_heard_at is None else min(self._next_heard_at, end), AGREE)
-                self._set_up_to(end)
+    def _turn(self, at: float, bucket: str, chapter: Chapter | None = None) -> None:
+        """The node is in `bucket` from `at` on, whatever seemed to follow. What is painted stays."""
+        at = max(at, self._cursor)
+        first, *more = self._parts
+        self._parts = [first, *(part for part in more if part.begin < at), _Part(at, bucket, chapter)]
 
-    def _set_up_to(self, end: float) -> None:
-        """Paint the set-up up to `end`. From a standstill on the time is `detect`."""
-        since = self._newest_course.stands_since
-        self._paint_to(end if since is None else min(since, end), SET_UP)
-        self._paint_to(end, DETECT)
+    def _close(self, end: float) -> None:
+        """Paint all up to `end`, by what is known now."""
+        self._end_training(end)
+        self._end_idle(end)
+        self._settle(end)
+
+    def _settle(self, end: float) -> None:
+        """Paint all parts up to `end`. The last one goes on."""
+        last = self._parts[-1]
+        for part, until in zip(self._parts, [*(each.begin for each in self._parts[1:]), end], strict=True):
+            if part.bucket == TRAIN and self._mark is not None:
+                self._paint_training(min(self._mark.at, until), self._mark.seconds)
+            if part.bucket == TRAIN:
+                self._paint_training(until, self._painted)
+                continue
+            for since, goes_on in part.chapter.standstills_within(part.begin, until) if part.chapter else ():
+                self._paint_to(since, part.bucket)
+                self._paint_to(goes_on, DETECT)
+            self._paint_to(until, part.bucket)
+        self._parts = [replace(last, begin=self._cursor)]
 
     def _paint_to(self, end: float, bucket: str) -> None:
-        # Events of several nodes share one course, so an end may lie before the cursor. Painted time is never changed.
+        # Events of several nodes share one generation, so an end may lie before the cursor. Painted time is never
+        # changed.
         if end <= self._cursor:
             return
         append(self._spans, Span(self._cursor, end, bucket))
@@ -297,34 +311,7 @@ class LifeSpans:
         if len(self._spans) > SPANS_MAX:
             self._spans = coarse(self._spans, SPANS_MAX // 8)
 
-    def _train_to(self, end: float) -> None:
-        """Paint training from the cursor to `end`, less the amounts in the marks.
-
-        A node that has not heard that the others went on without it trains no longer than they did: from the last step
-        of its generation to the next generation the time is `detect`, and after that `standby`.
-        """
-        course, last = self._course, end
-        if course.end < end:
-            last = min(end, course.last_step_at or course.end)
-        for mark in self._marks:
-            self._paint_piece(min(mark.at, last), mark.seconds)
-        self._marks = tuple(mark for mark in self._marks if mark.at > last)
-        self._paint_piece(last, self._painted)
-        self._paint_to(min(end, course.end), DETECT)
-        self._paint_to(end, STANDBY)
-
-    def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
-        """Paint training up to the last step, made at `end`, and after it the time until the change was known.
-
-        `phases` are milliseconds, from that step on.
-        """
-        self._course.last_step_at = max(self._course.last_step_at, end)
-        # Later marks tell of a pause in the time of the detection, too: it stays `detect`.
-        self._marks = tuple(mark for mark in self._marks if mark.at <= end)
-        self._train_to(end)
-        self._paint_to(end + phases.get("detect", 0.0) / 1000, DETECT)
-
-    def _paint_piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
+    def _paint_training(self, end: float, seconds: Mapping[str, float]) -> None:
         """Paint from the cursor to `end`: the amounts, repeated steps, standstills, and training for the rest.
 
         `seconds` are the sums by bucket at `end`, in the generation so far. Those at the cursor are subtracted.
@@ -333,13 +320,13 @@ class LifeSpans:
             return
         # Where a pause or a wait for data lies is not known, so it may be part of a standstill. Only the amounts that
         # exceed the standstills are painted before them.
-        before, stands = dict(self._painted), self._course.standstills_within(self._cursor, end)
-        amounts = {bucket: max(0.0, spent_s - before.get(bucket, 0.0)) for bucket, spent_s in seconds}
+        stands = self._chapter.standstills_within(self._cursor, end)
+        amounts = {bucket: max(0.0, spent_s - self._painted.get(bucket, 0.0)) for bucket, spent_s in seconds.items()}
         besides_s = max(0.0, sum(amounts.values()) - sum(until - since for since, until in stands))
         self._painted = seconds
         for since, until in [*stands, (end, end)]:
             besides_s -= self._spend(amounts, min(since, self._cursor + besides_s))
-            self._paint_to(min(since, self._course.redone_until), REDONE)
+            self._paint_to(min(since, self._chapter.redone_until), REDONE)
             self._paint_to(since, TRAIN)
             self._spend(amounts, until)
             self._paint_to(until, DETECT)
