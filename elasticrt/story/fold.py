@@ -15,7 +15,7 @@ from elasticrt import events
 from elasticrt.story.buckets import STANDBY, TRAIN, Span, totals
 from elasticrt.story.clocks import Clocks
 from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure
-from elasticrt.story.generations import Chapter, Generations, is_failure
+from elasticrt.story.generations import FROZEN_S, Chapter, Generations, is_failure
 from elasticrt.story.lives import AgentLife, Lives
 from elasticrt.story.run import Run
 from elasticrt.story.steps import Checkpoints, Steps
@@ -23,6 +23,11 @@ from elasticrt.story.steps import Checkpoints, Steps
 SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run counts as ended when its agents have written nothing for this many seconds, or for this share of its time so
 far, whichever is longer."""
+
+
+FROZEN_SHARE = 0.002
+"""The silence of frozen agents is also longer than this share of the run's time so far: files keep at least one line of
+progress in each thousandth of it."""
 
 
 class Story:
@@ -155,6 +160,9 @@ class Story:
         # The run is run `--again` after a success. An agent that joins while the others end is no new beginning.
         if isinstance(event, events.AgentStarted) and self.run.succeeded and not self.lives.alive():
             self._begin()
+        frozen_s = max(FROZEN_S, FROZEN_SHARE * (self.last - self.begin))
+        if self.generations.newest is not None and at - self.last > frozen_s:
+            self.generations.newest.silent_since = self.last
         self.begin, self.last = min(self.begin or at, at), max(self.last, at)
         life = self.lives.author(record, at)
         self.run.fold(event, at)

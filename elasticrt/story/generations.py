@@ -25,6 +25,10 @@ STANDSTILLS_KEPT = 64
 LATE_S = 1.0
 """How long after a step its report may arrive."""
 
+FROZEN_S = 10.0
+"""When all agents have been silent for longer than this, and no step was made meanwhile, they were frozen. Otherwise
+each writes its progress every 5 s."""
+
 PACE_S = 30.0
 """The window over which the current steps per second are measured, within the newest generation."""
 
@@ -101,6 +105,8 @@ class Chapter:
     redone_to: int = 0  # The last of the repeated steps.
     # Whether it had to wait for more nodes, because too few of the generation before were left.
     short: bool = False
+    # Since when all agents were silent for long, until a step tells whether they have trained; None: they were not.
+    silent_since: float | None = None
     # The newest standstills. The last one may still last.
     standstills: deque[Standstill] = field(default_factory=lambda: deque(maxlen=STANDSTILLS_KEPT))
     # Recent steps with their times: those of the last `PACE_S` seconds, since the last standstill.
@@ -118,6 +124,11 @@ class Chapter:
     def saves(self) -> bool:
         """Whether it only saves the state: it has enough nodes, makes no step, and the next generation follows."""
         return self.waits and len(self.nodes) >= self.needed
+
+    @property
+    def lacks_nodes(self) -> bool:
+        """Whether it waits because there are fewer nodes than the run needs."""
+        return self.waits and not self.saves
 
     @property
     def step(self) -> int:
@@ -198,6 +209,7 @@ class Chapter:
             before_at = self.last_step_at or at
             share = (self.redone_to - self.last_step) / (step - self.last_step) if self.last_step else 1.0
             self.redone_until = before_at + share * (at - before_at)
+        self._end_silence(step, at)
         self.goes_on(at)
         # A step that was done before the failure may be reported up to `LATE_S` after it.
         if at > self.failed_at + LATE_S:
@@ -206,6 +218,27 @@ class Chapter:
         self.recent_steps.append((step, at))
         while at - self.recent_steps[0][1] > PACE_S and len(self.recent_steps) > 2:
             self.recent_steps.popleft()
+
+    def was_awake(self, at: float) -> None:
+        """Note that a node made a step at `at`, so it was not frozen before that."""
+        for stand in self.standstills:
+            if stand.culprit is None and stand.since < at < stand.until < math.inf:
+                stand.since = at
+
+    def _end_silence(self, step: int, at: float) -> None:
+        """The first step known after all agents were silent is `step`, done at `at`.
+
+        The steps until then took as long as usual. If they do not fill the silence, the workers stood still with their
+        agents.
+        """
+        if self.silent_since is None:
+            return
+        made, speed = step - self.last_step, self.speed
+        since = self.silent_since + (made / speed if speed else 0.0)
+        if at - since > FROZEN_S and (speed or made == 1) and self.stands_since is None:
+            self.standstills.append(Standstill(since, at))
+            self.recent_steps.clear()
+        self.silent_since = None
 
     def goes_on(self, at: float) -> None:
         """Note that steps are made again at `at`. Ends the standstill, if there is one."""
@@ -391,8 +424,7 @@ class Generations:
     def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
         """For how many of the `agree_s` seconds that it took to agree on `chapter` there were too few nodes for it."""
         before = takewhile(lambda each: each.waits, reversed(self.all[: self.all.index(chapter)]))
-        # A generation that waits with enough nodes only saves.
-        short = [each for each in before if len(each.nodes) < each.needed]
+        short = [each for each in before if each.lacks_nodes]
         if short:
             return min(agree_s, chapter.begin - short[-1].begin)
         return agree_s if chapter.short else 0.0

@@ -120,6 +120,7 @@ class LifeSpans:
                 self._failed_at = math.inf
             case events.StandsBy():
                 self._end_idle(at, event)
+                self._chapter.was_awake(at - event.age_s)
                 self._leave_out(at, at - event.age_s)
                 self._settle(at)
                 self._newest = self._known(event.number)
@@ -180,7 +181,17 @@ class LifeSpans:
         hung = sets_up and before.stands_since is not None
         if hung or not (self._trains or (sets_up and not event.waits)):
             self._settle(at)
-        self._turn(at, WAITING if event.waits and not self._trains else SET_UP, self._newest)
+        if event.waits and not self._trains:
+            self._wait(at)
+        else:
+            self._turn(at, SET_UP, self._newest)
+
+    def _wait(self, at: float) -> None:
+        """The newest generation makes no step. With enough nodes it waits until another one is agreed."""
+        if self._newest.lacks_nodes:
+            self._turn(at, WAITING)
+        else:
+            self._turn(at, AGREE, self._newest)
 
     def _leave_out(self, at: float, last: float) -> None:
         """The others have gone on without this node, as it learns `at` this time. Its `last` step was made then."""
@@ -201,6 +212,7 @@ class LifeSpans:
             # Now it is known until when the node has trained.
             self._parts = self._parts[:1]
             self._chapter.last_step_at = max(self._chapter.last_step_at, end)
+            self._chapter.was_awake(end)
             # A later mark tells of a pause in the time of the detection, too: it stays `detect`.
             self._mark = self._mark if self._mark is not None and self._mark.at <= end else None
         chapter = self._known(event.generation)
@@ -214,7 +226,10 @@ class LifeSpans:
                 bucket = WAITING
             self._turn(end, bucket, chapter if name == "first_step" else None)
             end += took_ms / 1000
-        self._turn(at, TRAIN if not isinstance(event, events.Restarted) else WAITING)
+        if isinstance(event, events.Restarted):
+            self._wait(at)
+        else:
+            self._turn(at, TRAIN)
         self._settle(at)
         if self._trains:
             self._chapter = chapter
@@ -267,7 +282,7 @@ class LifeSpans:
             self._turn(begin, AGREE)
             begin = max(begin, min(at, self._newest.end)) if stands_by else at
         before = self._chapters.get(until.number - 1 if until is not None else max(self._chapters, default=0))
-        waits = not self._chapters if before is None else before.waits or self.begin > before.left_at
+        waits = not self._chapters if before is None else before.lacks_nodes or self.begin > before.left_at
         # A generation of this kind follows no other, so all nodes have waited for it.
         starts = until is not None and until.kind == "start"
         self._turn(begin, WAITING if waits or starts else STANDBY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -102,7 +103,9 @@ def paces(story: Story, now: float | None = None) -> str:
     # A node with a run directory of its own may have saved more.
     whole = not story.nodes_without_events()
     text += f"; newest checkpoint: step {saved:,}" if saved else "; no checkpoint" if whole else ""
-    # The script ended inside its loop.
+    # The script ended inside its loop. The node of rank 0 saves, so without the end of its events that is not known.
+    first = story.lives.last_seat(chapter.nodes[0], chapter) if chapter is not None and chapter.nodes else None
+    whole = whole and first is not None and first.result_at < math.inf
     if story.run.succeeded and 0 < saved < story.steps.newest and whole:
         text += ", and nothing after it is saved"
     return text + (f"; {unsaved(missed)}" if missed is not None else "")

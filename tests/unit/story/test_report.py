@@ -139,6 +139,13 @@ def test_steps_that_a_run_that_succeeded_has_not_saved_are_told(saved, said):
     assert any(line.endswith(f"; newest checkpoint: {said}") for line in head(told))
 
 
+def test_a_file_without_its_end_claims_nothing_of_saves():
+    """The node of rank 0 has saved, and the end of its file is cut off: what it saved last is not known."""
+    ends = [(9.1, "a", events.Committed(50, 1)), (9.5, "b", events.Progress(1, 60, 0.0, 0.0, 0.0))]
+    told = story([*THREE_STEPS, *ends, (10.0, "b", events.Result("succeeded", 0, "all ended well"))])
+    assert any(line.endswith("; newest checkpoint: step 50") for line in head(told))
+
+
 def test_a_node_does_not_know_what_others_have_saved():
     """It had rank 0 once. Since then another node saves, whose events are elsewhere."""
     moved = [(9.0, "a", events.Committed(50, 1)), (9.5, "a", begun(2, "ac", "join")), (9.9, "a", events.Step(2, 60, 0))]

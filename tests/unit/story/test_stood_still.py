@@ -198,6 +198,33 @@ def test_steps_end_a_pause_at_once():
     assert totals(told.spans_by_node(11.0)["a"])["pause"] == pytest.approx(2.0)
 
 
+PACED = [*THREE_STEPS, *((4.0 + at, "a", events.Step(1, 1 + 10 * at, 0, {})) for at in range(1, 5))]
+
+
+@pytest.mark.parametrize(
+    ("step", "frozen_s"),
+    [
+        pytest.param(42, 59.9, id="with their workers"),
+        pytest.param(141, 50.0, id="which had made some steps"),
+        pytest.param(641, 0.0, id="while their workers trained"),
+    ],
+)
+def test_frozen_agents_do_not_train(step, frozen_s):
+    """All agents were silent for a minute, and the steps after it tell for how long no step was made."""
+    woken = [(68.0, "a", events.Step(1, step, 0, {})), *((70.0, node, progress(step + 20)) for node in "ab")]
+    told = story([*PACED, *((8.0, node, progress(41)) for node in "ab"), *woken])
+    for spans in told.spans_by_node(70.0).values():
+        assert totals(spans).get("detect", 0.0) == pytest.approx(frozen_s)
+        assert totals(spans)["train"] == pytest.approx(66.0 - frozen_s)
+
+
+def test_slow_steps_are_no_standstill():
+    """Where each step takes half a minute, the agents tell of their progress meanwhile."""
+    alive = [(at, node, progress(1)) for at in (9.0, 14.0, 19.0, 24.0, 29.0) for node in "ab"]
+    told = story([*THREE_STEPS, *alive, (34.0, "a", events.Step(1, 2, 0, {}))])
+    assert "detect" not in totals(told.spans_by_node(35.0)["a"])
+
+
 def test_a_hang_is_told_by_its_newest_finding():
     """While it lasts and after it."""
     moved = replace(culprit(20, 11.0), reason="rank 1 evaluates")

@@ -104,6 +104,20 @@ def test_a_wait_without_a_worker_is_known_as_one_when_it_is_over() -> None:
     assert (afterwards["detect"], afterwards["waiting for nodes"]) == pytest.approx((0.5, 1.0 + 19.5))
 
 
+def test_a_wait_for_a_hung_worker_is_no_wait_for_nodes() -> None:
+    """All nodes are told to leave, and a worker does not come to the save: until that is known it is `agree`."""
+    saves = begun(2, "ab", "drain", "a, b drained", waits=True)
+    told: list[Entry] = [*TWO_NEEDED, (10.0, "a", events.Step(1, 60, 0))]
+    told += [(10.5, node, saves) for node in "ab"]
+    told += [(10.6, "a", events.Restarted(2, {"detect": 300.0, "agree": 300.0}))]
+    told += [(20.0, "c", started(2)), (20.5, "c", warm())]
+    spent = totals(story(told).spans_by_node(30.0)["a"])
+    assert (spent["waiting for nodes"], spent["agree"]) == pytest.approx((1.0, 19.7)), "one before the first"
+    assert "waiting for nodes" not in totals(story(told).spans_by_node(30.0)["c"])
+    hung: Entry = (26.0, "a", events.Culprit(2, 60, 16.0, (1,), ("b",), "rank 1 sleeps"))
+    assert totals(story([*told, hung]).spans_by_node(30.0)["a"])["detect"] == pytest.approx(0.3 + 19.4)
+
+
 def test_a_worker_that_dies_in_a_pause() -> None:
     """It is `pause` on its node, whose worker is replaced, and `detect` on the survivor, which recovers."""
     told = story([
