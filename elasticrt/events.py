@@ -192,6 +192,7 @@ class Progress(Event):
     beats: int = 0  # Without a `Loop`, the optimizer steps of the worker that has made fewest; otherwise 0.
     age_s: float = 0.0  # Seconds since `step`.
     pausing: bool = False  # Whether one of the workers is in `loop.pause` now.
+    saving: bool = False  # Whether one of the workers stands still for a checkpoint or a copy of the state now.
 
 
 @dataclass(frozen=True)

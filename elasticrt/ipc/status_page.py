@@ -12,6 +12,9 @@ import ctypes
 import mmap
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PAGE_BYTES = 4096
 FLIGHTS_AT = 2048
@@ -57,8 +60,8 @@ class StatusPage(ctypes.Structure):
         in_place: IN_PLACE while the worker can go on in another generation without ending; READY when it has set up
             beside the training and waits to be let in; 0 when only a new process could take its place.
         data_ns, save_ns, pause_ns: time spent waiting for the loader, standing still for a checkpoint or a copy of the
-            state, and in `loop.pause`, without the wait and the pause that are under way.
-        drawing_ns, pausing_ns: when that wait, and that pause, began.
+            state, and in `loop.pause`, without what is under way of each.
+        drawing_ns, halted_ns, pausing_ns: when that began.
         over: 1 behind the script's Loop: no step follows unless the script begins another Loop. This time counts as a
             pause.
         saving_ns: when the newest checkpoint was begun.
@@ -100,6 +103,7 @@ class StatusPage(ctypes.Structure):
     save_ns: int
     pause_ns: int
     drawing_ns: int
+    halted_ns: int
     pausing_ns: int
     over: int
     saving_ns: int
@@ -129,8 +133,9 @@ class StatusPage(ctypes.Structure):
 
     def spent(self, now_ns: int) -> tuple[int, int, int]:
         """Nanoseconds spent on data, saves and pauses until `now_ns`, with what is under way."""
-        draws_ns, pauses_ns = (max(0, now_ns - each) if each else 0 for each in (self.drawing_ns, self.pausing_ns))
-        return self.data_ns + draws_ns, self.save_ns, self.pause_ns + pauses_ns
+        begun = (self.drawing_ns, self.halted_ns, self.pausing_ns)
+        draws_ns, halts_ns, pauses_ns = (max(0, now_ns - each) if each else 0 for each in begun)
+        return self.data_ns + draws_ns, self.save_ns + halts_ns, self.pause_ns + pauses_ns
 
     def text(self) -> bytes:
         """The text behind the words."""
@@ -150,6 +155,16 @@ class StatusPage(ctypes.Structure):
     def flights(self, text: str) -> None:
         room = PAGE_BYTES - FLIGHTS_AT
         self._map[FLIGHTS_AT:PAGE_BYTES] = text.encode()[: room - 1].ljust(room, b"\0")
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """The training stands still for a checkpoint or a copy of the state in this block."""
+        self.halted_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            since_ns, self.halted_ns = self.halted_ns, 0
+            self.save_ns += time.monotonic_ns() - since_ns
 
     def finished(self, step: int, at_ns: int) -> None:
         """Note that `step` ended at `at_ns`. The step is written last, because it announces the rest to readers."""

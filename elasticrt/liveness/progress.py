@@ -276,6 +276,7 @@ class Progress:
             beats=0 if any(page.entered for page in known) else min(page.beats for page in known),
             age_s=round(max(0, now_ns - last.step_at_ns) / 1e9, 3) if last.step_at_ns else 0.0,
             pausing=any(page.pausing_ns for page in known),
+            saving=any(page.halted_ns for page in known),
         )
 
     # Questions.

@@ -69,13 +69,13 @@ class _Mark:
     """A `Progress` event as a point in time.
 
     `step` is the last step that all workers of the node have finished. `seconds` are the amounts by bucket, summed
-    since the node's first step in the generation. With `pausing`, a worker is in `loop.pause`.
+    since the node's first step in the generation. `under_way` is PAUSE or SAVE while a worker is in one, otherwise "".
     """
 
     at: float
     step: int
     seconds: Mapping[str, float]
-    pausing: bool
+    under_way: str
 
 
 class LifeSpans:
@@ -242,7 +242,7 @@ class LifeSpans:
         if before is not None and step > before.step and self._bucket == TRAIN and before.at <= self._chapter.end:
             self._settle(before.at)
         spent = {DATA: event.data_s, SAVE: event.save_s, PAUSE: event.pause_s}
-        self._mark = _Mark(at, step, spent, event.pausing)
+        self._mark = _Mark(at, step, spent, PAUSE if event.pausing else SAVE if event.saving else "")
 
     # What is known only later, as it seems now.
 
@@ -256,10 +256,10 @@ class LifeSpans:
             return
         chapter, mark = self._chapter, self._mark
         last = min(at, chapter.failed_at, self._failed_at)
-        # A pause lasts until a step is known.
-        if mark is not None and mark.pausing and chapter.last_step <= mark.step and mark.at < last:
-            paused_s = mark.seconds[PAUSE] + last - mark.at
-            self._mark = replace(mark, at=last, seconds={**mark.seconds, PAUSE: paused_s})
+        # A pause or a save lasts until a step is known.
+        if mark is not None and mark.under_way and chapter.last_step <= mark.step and mark.at < last:
+            spent_s = mark.seconds[mark.under_way] + last - mark.at
+            self._mark = replace(mark, at=last, seconds={**mark.seconds, mark.under_way: spent_s})
         if chapter.end < last:
             self._turn(chapter.last_step_at or chapter.end, DETECT)
             self._turn(chapter.end, STANDBY)

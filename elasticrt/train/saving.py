@@ -152,20 +152,19 @@ class Saving:
             then: called when all is done, perhaps by another thread.
             state: another state of the present position than the present one.
         """
-        since_ns = time.monotonic_ns()
-        position, state, uses = self._state.position, state or self._state.collect(), []
-        if copy:
-            uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
-        if save:
-            self._page.stepping = 0
-            self._page.saving_ns = since_ns
-            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, patient=patient)
-            self._saved, self._saved_at, self._is_due_now = position, time.monotonic(), False
-        if uses:
-            self.checkpointer.snapshots.take(state, [*uses, lambda _: then()])
-        else:
-            then()
-        self._page.save_ns += time.monotonic_ns() - since_ns
+        with self._page.halted():
+            position, state, uses = self._state.position, state or self._state.collect(), []
+            if copy:
+                uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
+            if save:
+                self._page.stepping = 0
+                self._page.saving_ns = self._page.halted_ns
+                uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, patient=patient)
+                self._saved, self._saved_at, self._is_due_now = position, time.monotonic(), False
+            if uses:
+                self.checkpointer.snapshots.take(state, [*uses, lambda _: then()])
+            else:
+                then()
 
     def save_last(self, state: Mapping[str, Any] | None = None) -> None:
         """Save what is not saved yet, because the loop ends, and wait for that.
@@ -184,9 +183,8 @@ class Saving:
             self._wait()
 
     def _wait(self) -> None:
-        since_ns = time.monotonic_ns()
-        self.checkpointer.wait()
-        self._page.save_ns += time.monotonic_ns() - since_ns
+        with self._page.halted():
+            self.checkpointer.wait()
 
     def hand_over(self, state: Mapping[str, Any]) -> None:
         """Give the agent `state`, the state of the present position, because this process ends."""

@@ -345,9 +345,8 @@ class World:
         elif self._saving.is_first:
             self._save_for_others(save)
         else:
-            since_ns = time.monotonic_ns()
-            self._wait_for_save()
-            self._page.save_ns += time.monotonic_ns() - since_ns
+            with self._page.halted():
+                self._wait_for_save()
 
     @property
     def _is_overtaken(self) -> bool:

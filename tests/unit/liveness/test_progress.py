@@ -105,6 +105,22 @@ def test_the_last_step_is_told_when_no_other_follows() -> None:
     assert told[1:] == [(7, 1.0, True)]
 
 
+def test_a_save_under_way_counts() -> None:
+    """The last one of a run may take minutes, in which no step tells of it."""
+    page, kept, clock = StatusPage(-1), Kept(), Second()
+    progress = Progress(lambda: [page], kept, clock)
+    progress.replaced(1)
+    page.entered = 1
+    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    with page.halted():
+        page.halted_ns = 12 * SECOND
+        clock.at = 15
+        progress.look_and_write()
+        page.halted_ns = time.monotonic_ns()
+    told = [event for event in kept.found if isinstance(event, events.Progress)][-1]
+    assert (told.save_s, told.saving, page.halted_ns) == (3.0, True, 0)
+
+
 def test_a_pause_before_the_first_step_is_set_up() -> None:
     """An evaluation that is done again after a restart is no part of what the workers spend from then on."""
     page, kept = StatusPage(-1), Kept()

@@ -191,6 +191,14 @@ def test_a_pause_is_one_while_it_lasts_and_afterwards(now):
     assert (spent["pause"], spent.get("detect", 0.0)) == pytest.approx((now - 6.0, 0.0), abs=0.11)
 
 
+def test_the_goodput_does_not_rise_in_the_last_save():
+    """Its time is a checkpoint's from the first report on, and not training until it is over."""
+    saves = [(8.0, node, replace(progress(20), save_s=2.0, saving=True)) for node in "ab"]
+    told = story([*THREE_STEPS, AT_SIX, *saves])
+    assert told.goodput(9.0) > told.goodput(20.0)
+    assert totals(told.spans_by_node(20.0)["a"])["checkpoint stall"] == pytest.approx(14.0)
+
+
 def test_steps_end_a_pause_at_once():
     """Before the next event tells how long it was."""
     told = story([*THREE_STEPS, AT_SIX, (8.0, "a", replace(progress(20, 2.0), pausing=True)),
