@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elasticrt import events
-from elasticrt.story.generations import LATE_S, STANDSTILLS_KEPT, Chapter, Standstill
+from elasticrt.story.generations import LATE_S, STANDSTILLS_KEPT, Chapter
 
 SILENT = "(no answer"
 """The evidence against a node that was taken out because it did not answer contains these words."""
@@ -49,29 +49,17 @@ class Failures:
         self.all: list[RunFailure] = []  # The failures, in the order of time.
         # The newest findings about slow nodes, each with its time.
         self.straggler_findings: deque[tuple[float, events.Straggler]] = deque(maxlen=STANDSTILLS_KEPT)
-        # The newest standstills with a finding, each with its generation.
-        self._explained: deque[tuple[Standstill, Chapter]] = deque(maxlen=STANDSTILLS_KEPT)
-
-    def add(self, failure: RunFailure) -> None:
-        """Note a failure that is no hang."""
-        self.all.append(failure)
 
     def take_back(self, loss: RunFailure | None) -> None:
         """Note that the node of `loss` had left of its own accord: that is no failure, unless it stopped answering."""
         if loss in self.all and SILENT not in loss.what:
             self.all.remove(loss)
 
-    def found_slow(self, event: events.Straggler, at: float) -> None:
-        """Note a finding about a slow node."""
-        self.straggler_findings.append((at, event))
+    def hung(self, chapter: Chapter, *, has_step_numbers: bool) -> None:
+        """Note the hang that ends `chapter`, if there is one, by what is known now.
 
-    def stood_still(self, chapter: Chapter, event: events.Event, *, has_step_numbers: bool) -> None:
-        """Note a standstill, or a hang, that `event` has brought into `chapter`.
-
-        A hang counts as one failure of each node that is waited for, whichever node has reported it first.
+        It counts as one failure of each node that is waited for, whichever node has reported it first.
         """
-        if chapter.blamed is event and not any(stand is chapter.standstills[-1] for stand, _ in self._explained):
-            self._explained.append((chapter.standstills[-1], chapter))
         # Without stacks the worker's own end is the failure that is told.
         if chapter.hung is None or not chapter.hung[1].stacks:
             return
@@ -92,18 +80,22 @@ class Failures:
         self.all = [each for each in self.all if not (each.hang and each.at >= since)]
         self.all += [RunFailure(at, each, what, generation, hang=True) for each in nodes]
 
-    def explained_standstills(self, last: float, *, has_step_numbers: bool) -> list[tuple[ExplainedStandstill, float]]:
-        """The newest standstills whose reason was found, each with its end.
 
-        One that outlives its generation is told once, with its newest reason. One that still lasts ends at `last`.
-        """
-        before = -math.inf
-        found: dict[float, tuple[ExplainedStandstill, float]] = {}
-        for stand, chapter in self._explained:
-            assert stand.culprit is not None
-            # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
-            before = before if abs(stand.since - before) < LATE_S else stand.since
-            # No shorter than the finding says: the others may have gone on without the node that reports it.
-            until = max(min(stand.until, chapter.end, last), stand.since + stand.culprit.age_s)
-            found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers), until
-        return list(found.values())
+def explained(
+    chapters: Iterable[Chapter], last: float, *, has_step_numbers: bool
+) -> list[tuple[ExplainedStandstill, float]]:
+    """The standstills in `chapters` whose reason was found, each with its end.
+
+    One that outlives its generation is told once, with its newest reason. One that still lasts ends at `last`.
+    """
+    before = -math.inf
+    found: dict[float, tuple[ExplainedStandstill, float]] = {}
+    for stand, end in ((stand, chapter.end) for chapter in chapters for stand in chapter.standstills):
+        if stand.culprit is None:
+            continue
+        # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
+        before = before if abs(stand.since - before) < LATE_S else stand.since
+        # No shorter than the finding says: the others may have gone on without the node that reports it.
+        until = max(min(stand.until, end, last), stand.since + stand.culprit.age_s)
+        found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers), until
+    return list(found.values())[-STANDSTILLS_KEPT:]

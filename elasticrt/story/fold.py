@@ -14,7 +14,7 @@ from itertools import takewhile
 from elasticrt import events
 from elasticrt.story.buckets import STANDBY, TRAIN, Span, totals
 from elasticrt.story.clocks import Clocks
-from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure
+from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure, explained
 from elasticrt.story.generations import FROZEN_S, Chapter, Generations, is_failure
 from elasticrt.story.lives import AgentLife, Lives
 from elasticrt.story.run import Run
@@ -128,7 +128,7 @@ class Story:
             now: the end of one that still lasts; None: the time of the last event.
         """
         last = min(self.run.ended_at, self.last if now is None else max(now, self.last))
-        found = self.failures.explained_standstills(last, has_step_numbers=self.has_step_numbers)
+        found = explained(self.generations.all, last, has_step_numbers=self.has_step_numbers)
         return [(stand, self.lives.witnessed_end(stand.since, until)) for stand, until in found]
 
     def spent(self, now: float | None = None) -> dict[str, float]:
@@ -190,12 +190,11 @@ class Story:
             case events.Progress():
                 self._progressed(event, life.node, at)
             case events.WorkerEnded() if is_failure(event):
-                failures.add(RunFailure(at, life.node, event.failure, event.generation))
-            case events.Culprit() | events.Stalled() | events.GoesOn() if event.generation in generations.numbers:
-                chapter = generations.numbers[event.generation]
-                failures.stood_still(chapter, event, has_step_numbers=self.has_step_numbers)
+                failures.all.append(RunFailure(at, life.node, event.failure, event.generation))
+            case events.Culprit() | events.Stalled() if event.generation in generations.numbers:
+                failures.hung(generations.numbers[event.generation], has_step_numbers=self.has_step_numbers)
             case events.Straggler() if event.generation == number:
-                failures.found_slow(event, at)
+                failures.straggler_findings.append((at, event))
             case events.MemberLost():
                 self._member_lost(event, life, at)
             # The node may have been taken out before: the clocks of two machines differ.
@@ -252,7 +251,7 @@ class Story:
         killed = [life for life in seated if life.code is None and not (life.is_leaving or life.loss)]
         for life in killed:
             loss = RunFailure(at, life.node, f"{life.node} lost (killed)", before.number)
-            self.failures.add(loss)
+            self.failures.all.append(loss)
             self.lives.lose(life, loss, life.last)
         names = ", ".join(life.node for life in killed)
         return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
@@ -280,8 +279,10 @@ class Story:
         self.steps.progressed(event, self.generations.ranks(node, event.generation), at)
 
     def _stepped(self, generation: int, step: int, at: float) -> None:
-        self.steps.made(step, at, late=self.generations.is_over(generation))
-        self.generations.stepped(generation, step, at)
+        is_over = self.generations.is_over(generation)
+        self.steps.made(step, at, late=is_over)
+        if generation in self.generations.numbers and not is_over:
+            self.generations.numbers[generation].stepped(step, at)
 
     def _member_lost(self, event: events.MemberLost, teller: AgentLife, at: float) -> None:
         """A node was taken out.
@@ -295,13 +296,14 @@ class Story:
         if life is not None and (life.code is not None or (life.is_leaving and SILENT not in event.how)):
             return
         loss = RunFailure(at, event.lost, event.how, chapter.number if chapter is not None else 0)
-        self.failures.add(loss)
+        self.failures.all.append(loss)
         if life is not None:
             self.lives.lose(life, loss, life.last if teller.begin > life.last else at)
 
     def note_killed(self, node: str) -> None:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
-        life, chapter = self.lives.note_killed(node), self.generations.newest
+        life, chapter = self.lives.newest[node], self.generations.newest
+        life.gone_at = life.last
         if chapter is not None and not self.seated_lives():
             chapter.left_at = max((each.last for each in self.lives.seated(chapter)), default=life.last)
 

@@ -385,11 +385,6 @@ class Generations:
         chapter.resumed(event.resumed_from, max(highest, event.resumed_from + (event.redone or 0)))
         return earlier
 
-    def stepped(self, number: int, step: int, at: float) -> None:
-        """Note that `step` was made at `at` in the generation with `number`, unless another one has followed."""
-        if number in self.numbers and not self.is_over(number):
-            self.numbers[number].stepped(step, at)
-
     def _finished(self, number: int, step: int, told: Set[str]) -> None:
         """Note that `step` was finished in generation `number`. The event may come after a later one has begun."""
         chapter = self.numbers.get(number)

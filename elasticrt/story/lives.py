@@ -48,14 +48,14 @@ class Lives:
         # words.
         self.breaks: list[tuple[float, float, str]] = []
         self._chapters = chapters
-        self._newest: dict[str, AgentLife] = {}  # The newest life of each node.
+        self.newest: dict[str, AgentLife] = {}  # By node: its newest agent.
         # From when until when etcd did not answer a node.
         self._outages: list[tuple[float, float]] = []
 
     @property
     def nodes(self) -> KeysView[str]:
         """The nodes that have written events of this run."""
-        return self._newest.keys()
+        return self.newest.keys()
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
@@ -63,7 +63,7 @@ class Lives:
 
     def living(self) -> list[AgentLife]:
         """The agents that run, as far as is known."""
-        return [life for life in self._newest.values() if life.code is None and life.gone_at is None]
+        return [life for life in self.newest.values() if life.code is None and life.gone_at is None]
 
     def seated(self, chapter: Chapter) -> list[AgentLife]:
         """The agents that have a seat in `chapter`, as far as they are known."""
@@ -81,7 +81,7 @@ class Lives:
 
     def stayed(self, before: Chapter, chapter: Chapter) -> int:
         """How many nodes of `chapter` have kept their agents of the generation `before`."""
-        lives = [self._newest.get(node) for node in {*before.nodes}.intersection(chapter.nodes)]
+        lives = [self.newest.get(node) for node in {*before.nodes}.intersection(chapter.nodes)]
         return sum(life is None or life.begin <= before.begin for life in lives)
 
     def times_without_etcd(self, now: float | None = None) -> list[tuple[float, float]]:
@@ -107,7 +107,7 @@ class Lives:
         That is `until`, or the last event of the agents of that time, if all of these have ended.
         """
         there = [life for life in self.all if life.begin <= since]
-        left = [life for life in there if life is not self._newest[life.node] or life.code is not None]
+        left = [life for life in there if life is not self.newest[life.node] or life.code is not None]
         return min(until, max(life.last for life in there)) if there and left == there else until
 
     def spans_of(self, life: AgentLife, now: float | None = None) -> tuple[Span, ...]:
@@ -118,7 +118,7 @@ class Lives:
         """
         if life.gone_at is not None:
             return life.spans.spans_until(life.gone_at, lost=life.gone_at > life.last)
-        runs = life.code is None and self._newest[life.node] is life
+        runs = life.code is None and self.newest[life.node] is life
         return life.spans.spans_until(max(now, life.last) if runs and now is not None else life.last)
 
     def spent(self, now: float | None, ended_at: float) -> list[tuple[str, list[Span]]]:
@@ -136,10 +136,10 @@ class Lives:
         node, event = record.node, record.event
         pid = event.pid if isinstance(event, events.AgentStarted) else 0
         # Without a start before it: the file's first lines are damaged.
-        if isinstance(event, events.AgentStarted) or node not in self._newest:
-            self._newest[node] = AgentLife(node, pid, at, record.at, at, LifeSpans(at, self._chapters))
-            self.all.append(self._newest[node])
-        return self._newest[node]
+        if isinstance(event, events.AgentStarted) or node not in self.newest:
+            self.newest[node] = AgentLife(node, pid, at, record.at, at, LifeSpans(at, self._chapters))
+            self.all.append(self.newest[node])
+        return self.newest[node]
 
     def fold(self, event: events.Event, life: AgentLife, at: float) -> None:
         """Fold in an event of `life`, which happened at `at`, after it was folded into the courses of generations."""
@@ -162,21 +162,15 @@ class Lives:
         """Note that the node of `life` was lost at `at`, or with its last event if that is later."""
         life.gone_at, life.loss = max(at, life.last), loss
 
-    def note_killed(self, node: str) -> AgentLife:
-        """Note that the newest agent of `node` ended with its last event, and return it."""
-        life = self._newest[node]
-        life.gone_at = life.last
-        return life
-
     def interrupted(self, before: Chapter) -> float | None:
         """Another generation follows `before`: when its agents had ended; None if one of them has lived on."""
         seated = self.seated(before)
         ended_at = max((life.last for life in seated), default=before.begin)
         later = [life for life in self.all if life.begin > ended_at]
-        if not seated or any(self._newest[life.node] is life for life in seated):
+        if not seated or any(self.newest[life.node] is life for life in seated):
             return None
         # All agents of the present started later, so there was a time without any agent.
-        if len(later) == len(self._newest):
+        if len(later) == len(self.newest):
             self.breaks.append((ended_at, min(life.begin for life in later), ends(seated)))
         return ended_at
 

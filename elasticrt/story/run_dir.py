@@ -107,18 +107,18 @@ class _DirectoryFold:
         self.story = Story()
         self._directory = directory
         self._offsets: dict[Path, int] = {}
-        # Nodes of this machine whose agents were killed, as the newest look found.
-        self._dead: list[str] = []
 
     def fold_new(self) -> Iterator[str]:
         """Fold new events into the story, and yield their lines by time."""
         yield from self._fold_new()
+        self.story.run.note_id(self._directory.name)
         # Their processes are gone, and they have written no end.
-        self._dead = [life.node for life in alive_here(self.story) if stat(life.pid) is None]
-        if self._dead:
+        dead = {life.node for life in alive_here(self.story) if stat(life.pid) is None}
+        if dead:
             # Once more: what the agents wrote between the first reading and their end.
             yield from self._fold_new()
-        self._note_ends()
+        for node in dead.intersection(self.story.lives.alive()):
+            self.story.note_killed(node)
 
     def _fold_new(self) -> Iterator[str]:
         for _, line, record in heapq.merge(*map(self._timed, files(self._directory)), key=lambda each: each[0]):
@@ -128,11 +128,6 @@ class _DirectoryFold:
     def _timed(self, path: Path) -> Iterator[tuple[float, str, Record]]:
         found = lines(path, self._offsets, whole=True)
         return ((self.story.clocks.when(record), line, record) for line, record in found)
-
-    def _note_ends(self) -> None:
-        self.story.run.note_id(self._directory.name)
-        for node in set(self._dead).intersection(self.story.lives.alive()):
-            self.story.note_killed(node)
 
 
 def alive_here(story: Story) -> list[AgentLife]:

@@ -19,6 +19,14 @@ STILL_S, STILL_STEPS, STILL_SHARE = 5.0, 4, 0.002
 whichever is longest. The share is because files keep at least one line of progress in each thousandth of the run."""
 
 
+_WAITS = {
+    "saves its state": "saving the state",
+    "waits for new workers": "waiting for new workers",
+    "waits for nodes": "waiting for nodes",
+}
+"""What a generation without a step does (`doing`), in the words of `state`."""
+
+
 def size(chapter: Chapter) -> str:
     """`3 nodes, world size 6`."""
     return f"{counted(len(chapter.nodes), 'node')}, world size {chapter.world_size}"
@@ -98,15 +106,12 @@ def etcd_away(story: Story, now: float) -> str:
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
     chapter = story.generations.newest
-    if chapter is not None and story.waits_since is not None:
-        what = "nodes" if not chapter.saves else "new workers"
-        return "saves its state" if chapter.saves and _is_saving(story, chapter) else f"waits for {what}"
-    return "trains" if story.standstill is None else "stands still"
-
-
-def _is_saving(story: Story, chapter: Chapter) -> bool:
-    """Whether the state with which a generation waits is in no checkpoint yet, as far as is known."""
-    return story.checkpoints.newest < chapter.step
+    if chapter is None or story.waits_since is None:
+        return "trains" if story.standstill is None else "stands still"
+    if chapter.lacks_nodes:
+        return "waits for nodes"
+    # Until the state is in a checkpoint, as far as is known.
+    return "saves its state" if story.checkpoints.newest < chapter.step else "waits for new workers"
 
 
 def trouble(story: Story, now: float) -> str:
@@ -176,10 +181,8 @@ def _state_now(story: Story, now: float) -> str:
     """What the nodes of a running run do at `now`."""
     chapter, here, needed = story.generations.newest, len(story.lives.alive()), story.run.min_nodes
     if chapter is not None and story.waits_since is not None:
-        since = f"for {seconds(now - story.waits_since)}, after step {chapter.step:,}"
-        if chapter.saves:
-            return f"{'saving the state' if _is_saving(story, chapter) else 'waiting for new workers'} {since}"
-        return f"waiting for nodes {since}: {len(chapter.nodes)} of at least {needed} here"
+        text = f"{_WAITS[doing(story)]} for {seconds(now - story.waits_since)}, after step {chapter.step:,}"
+        return f"{text}: {len(chapter.nodes)} of at least {needed} here" if chapter.lacks_nodes else text
     # Before the first generation, or after all nodes of the last one have ended.
     if not story.seated_lives():
         return f"waiting for nodes: {here} of at least {needed} here" if here < needed else "starting"
