@@ -148,7 +148,6 @@ PURE = (
     "playground/narration.py",
     "story/buckets.py",
     "story/changes.py",
-    "story/clocks.py",
     "story/failures.py",
     "story/fold.py",
     "story/generations.py",

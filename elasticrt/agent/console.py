@@ -357,7 +357,8 @@ class Console:
         if lost:
             stand, why = self.story.standstill, ""
             if stand is not None and stand.culprit.ranks:
-                why = f"; {stand.sentence(self.story.last)}. A shorter --hang-timeout restarts workers that hang"
+                sentence = self.story.standstill_sentence(self.story.last)
+                why = f"; {sentence}. A shorter --hang-timeout restarts workers that hang"
             self.say(which_steps_are_saved(reached, behind) + why, "unsaved", level="error")
         parts = []
         # Another node may have saved steps of which this one has not heard.

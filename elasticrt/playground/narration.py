@@ -12,8 +12,8 @@ from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import listed, signal_name
 from elasticrt.story import report, sentences
 from elasticrt.story.changes import Changes, Sentence
-from elasticrt.story.failures import ExplainedStandstill
 from elasticrt.story.fold import Story
+from elasticrt.story.generations import Standstill
 
 STATUS_EVERY_S = 5.0
 
@@ -46,10 +46,8 @@ class Narration:
                 return [text] if first_agent else []
             case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
                 self._blamed = (ranks, nodes, step)
-                return [
-                    *lines,
-                    f"-- {ExplainedStandstill(0.0, record.event, story.has_step_numbers).sentence(record.event.age_s)}",
-                ]
+                stand = Standstill(0.0, culprit=record.event)
+                return [*lines, f"-- {stand.sentence(record.event.age_s, numbered=story.has_step_numbers)}"]
             case events.Failure(text=text):
                 return text.splitlines()
             case events.Result() if not self._ended:

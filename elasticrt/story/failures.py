@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elasticrt import events
-from elasticrt.story.generations import LATE_S, STANDSTILLS_KEPT, Chapter
+from elasticrt.story.generations import LATE_S, STANDSTILLS_KEPT, Chapter, Standstill
 
 SILENT = "(no answer"
 """The evidence against a node that was taken out because it did not answer contains these words."""
@@ -24,22 +24,6 @@ class RunFailure:
     generation: int  # The generation in which it was.
     # Whether steps stood still. All nodes report such a failure, and it is counted once.
     hang: bool = False
-
-
-@dataclass(frozen=True)
-class ExplainedStandstill:
-    """A standstill whose reason is known: which ranks or nodes the others wait for."""
-
-    since: float  # When the last step was made.
-    culprit: events.Culprit  # The newest finding.
-    # Whether `culprit.step` counts over the whole run. Else it is the number of optimizer steps of the present
-    # processes, and is not shown.
-    has_step_numbers: bool = True
-
-    def sentence(self, now: float) -> str:
-        """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
-        after = f" after step {self.culprit.step:,}" if self.has_step_numbers else ""
-        return f"no step for {now - self.since:.0f} s{after}: {self.culprit.reason}"
 
 
 class Failures:
@@ -63,12 +47,12 @@ class Failures:
         # Without stacks the worker's own end is the failure that is told.
         if chapter.hung is None or not chapter.hung[1].stacks:
             return
-        (at, hung), culprit = chapter.hung, chapter.blamed
+        (at, hung), stand = chapter.hung, chapter.standstill
         nodes: tuple[str, ...] = ("",)
         what = f"no progress for {hung.age_s:.0f} s" + (f" after step {hung.step:,}" if has_step_numbers else "")
         # The finding may be one step behind: see `Chapter.stood_still`.
-        if culprit is not None and abs(hung.step - culprit.step) <= 1:
-            what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
+        if stand is not None and stand.is_explained and abs(hung.step - stand.culprit.step) <= 1:
+            what, nodes = f"{what}: {stand.culprit.reason}", stand.culprit.nodes or nodes
         self.add_hang(at, what, hung.generation, nodes, since=at - hung.age_s)
 
     def add_hang(self, at: float, what: str, generation: int, nodes: Iterable[str], *, since: float) -> None:
@@ -81,21 +65,18 @@ class Failures:
         self.all += [RunFailure(at, each, what, generation, hang=True) for each in nodes]
 
 
-def explained(
-    chapters: Iterable[Chapter], last: float, *, has_step_numbers: bool
-) -> list[tuple[ExplainedStandstill, float]]:
+def explained(chapters: Iterable[Chapter], last: float) -> list[Standstill]:
     """The standstills in `chapters` whose reason was found, each with its end.
 
     One that outlives its generation is told once, with its newest reason. One that still lasts ends at `last`.
     """
     before = -math.inf
-    found: dict[float, tuple[ExplainedStandstill, float]] = {}
+    found: dict[float, Standstill] = {}
     for stand, end in ((stand, chapter.end) for chapter in chapters for stand in chapter.standstills):
-        if stand.culprit is None:
-            continue
-        # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
-        before = before if abs(stand.since - before) < LATE_S else stand.since
-        # No shorter than the finding says: the others may have gone on without the node that reports it.
-        until = max(min(stand.until, end, last), stand.since + stand.culprit.age_s)
-        found[before] = ExplainedStandstill(before, stand.culprit, has_step_numbers), until
+        if stand.is_explained:
+            # A standstill that goes on in the next generation has the same beginning, to within the delay of reports.
+            before = before if abs(stand.since - before) < LATE_S else stand.since
+            # No shorter than the finding says: the others may have gone on without the node that reports it.
+            until = max(min(stand.until, end, last), stand.since + stand.culprit.age_s)
+            found[before] = Standstill(before, until, stand.culprit)
     return list(found.values())[-STANDSTILLS_KEPT:]

@@ -4,18 +4,19 @@ The terminal, `simulate`, `status`, `report` and the dashboard are views of a `S
 here reads a clock: what depends on the present takes `now`. Events may be late, missing or repeated, because files are
 read while agents write them, and agents may be frozen or killed; so a later event can correct what was folded before.
 
-Times are seconds since 1970, as `elasticrt.story.clocks` computes them.
+Times are seconds since 1970. Within one machine they follow the monotonic clock, so they stay in order when the wall
+clock is set. Machines are compared by the wall clock that each had at its first event.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 
 from elasticrt import events
 from elasticrt.story.buckets import STANDBY, TRAIN, Span, totals
-from elasticrt.story.clocks import Clocks
-from elasticrt.story.failures import SILENT, ExplainedStandstill, Failures, RunFailure, explained
-from elasticrt.story.generations import FROZEN_S, Chapter, Generations, is_failure
+from elasticrt.story.failures import SILENT, Failures, RunFailure, explained
+from elasticrt.story.generations import FROZEN_S, Chapter, Generations, Standstill, is_failure
 from elasticrt.story.lives import AgentLife, Lives
 from elasticrt.story.run import Run
 from elasticrt.story.steps import Checkpoints, Steps
@@ -33,13 +34,15 @@ progress in each thousandth of it."""
 class Story:
     """What is known of a run: its parts, and what takes several of them to say.
 
-    `fold` takes the events of all its agents, best in the order of `clocks.when`. The parts are what the events so far
+    `fold` takes the events of all its agents, best in the order of `when`. The parts are what the events so far
     say; views only read them. What an event says to one part alone is in the `fold` of that part; what it says to
     several is in `_fold_together`.
     """
 
     def __init__(self) -> None:
-        self.clocks = Clocks()
+        self.machines: dict[str, str] = {}  # By node.
+        # By machine, the wall clock's time at which its monotonic clock was 0.
+        self._zeros: dict[str, float] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -60,18 +63,18 @@ class Story:
         return waiting[-1].begin if waiting and self.run.result is None else None
 
     @property
-    def standstill(self) -> ExplainedStandstill | None:
+    def standstill(self) -> Standstill | None:
         """The present standstill, if a node has found whom the others wait for; None: steps are made, or not known."""
-        chapter = self.generations.newest
-        since = chapter.stands_since if chapter is not None else None
+        stand = self.generations.newest.standstill if self.generations.newest is not None else None
         # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
-        if chapter is None or chapter.blamed is None or since is None or self.run.result or not self.lives.alive():
+        if stand is None or not stand.is_explained or self.run.result is not None or not self.lives.alive():
             return None
-        return ExplainedStandstill(since, chapter.blamed, self.has_step_numbers)
+        return stand
 
     def standstill_sentence(self, now: float) -> str:
         """The sentence about `standstill` at `now`; "" if it is None."""
-        return self.standstill.sentence(now) if self.standstill is not None else ""
+        stand = self.standstill
+        return stand.sentence(now, numbered=self.has_step_numbers) if stand is not None else ""
 
     def standstill_s(self, now: float) -> float:
         """For how many seconds no step has been made at `now`.
@@ -121,15 +124,15 @@ class Story:
         chapter = self.generations.newest
         return [node for node in (chapter.nodes if chapter is not None else ()) if node not in self.lives.nodes]
 
-    def explained_standstills(self, now: float | None = None) -> list[tuple[ExplainedStandstill, float]]:
+    def explained_standstills(self, now: float | None = None) -> list[Standstill]:
         """The newest standstills whose reason was found, each with its end, as far as an agent was there to see it.
 
         Args:
             now: the end of one that still lasts; None: the time of the last event.
         """
         last = min(self.run.ended_at, self.last if now is None else max(now, self.last))
-        found = explained(self.generations.all, last, has_step_numbers=self.has_step_numbers)
-        return [(stand, self.lives.witnessed_end(stand.since, until)) for stand, until in found]
+        found = explained(self.generations.all, last)
+        return [replace(stand, until=self.lives.witnessed_end(stand.since, stand.until)) for stand in found]
 
     def spent(self, now: float | None = None) -> dict[str, float]:
         """Seconds by bucket, summed over all nodes, without the time in which a node stood by.
@@ -154,9 +157,16 @@ class Story:
 
     # The events.
 
+    def when(self, record: events.Record) -> float:
+        """When `record` happened. Ask for a node's records in the order in which they were written."""
+        if isinstance(record.event, events.AgentStarted) and record.event.machine:
+            self.machines[record.node] = record.event.machine
+        machine = self.machines.get(record.node) or f"the machine of {record.node}"
+        return self._zeros.setdefault(machine, record.time - record.at) + record.at
+
     def fold(self, record: events.Record) -> float:
         """Fold `record` into the story. Returns when it happened."""
-        at, event = self.clocks.when(record), record.event
+        at, event = self.when(record), record.event
         # The run is run `--again` after a success. An agent that joins while the others end is no new beginning.
         if isinstance(event, events.AgentStarted) and self.run.succeeded and not self.lives.alive():
             self._begin()
@@ -256,7 +266,7 @@ class Story:
         names = ", ".join(life.node for life in killed)
         return (f"{names} lost (killed)", "lost") if killed else (event.cause, event.kind)
 
-    def _cause_with_standstill(self, stand: ExplainedStandstill, cause: str, at: float) -> str:
+    def _cause_with_standstill(self, stand: Standstill, cause: str, at: float) -> str:
         """The `cause` of the generation that ended the standstill `stand` at `at`, with the standstill's reason added.
 
         The standstill counts as a failure, too.
@@ -266,7 +276,8 @@ class Story:
         if self.generations.numbers[culprit.generation].hung or (culprit.nodes and not culprit.ranks):
             return cause
         until = self.lives.witnessed_end(stand.since, at)
-        self.failures.add_hang(at, stand.sentence(until), culprit.generation, culprit.nodes, since=stand.since)
+        what = stand.sentence(until, numbered=self.has_step_numbers)
+        self.failures.add_hang(at, what, culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:

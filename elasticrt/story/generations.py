@@ -33,6 +33,10 @@ PACE_S = 30.0
 """The window over which the current steps per second are measured, within the newest generation."""
 
 
+UNKNOWN = events.Culprit(generation=0, step=0, age_s=0.0, ranks=(), nodes=(), reason="")
+"""Stands for a finding while there is none."""
+
+
 @dataclass
 class Standstill:
     """A time in which no step was made."""
@@ -41,8 +45,21 @@ class Standstill:
     # generation ends before another step.
     since: float
     until: float = math.inf
-    # The newest finding about which ranks the others wait for; None: there is none.
-    culprit: events.Culprit | None = None
+    culprit: events.Culprit = UNKNOWN  # The newest finding about which ranks or nodes the others wait for.
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether there is a finding."""
+        return self.culprit is not UNKNOWN
+
+    def sentence(self, now: float, *, numbered: bool) -> str:
+        """The sentence about it at `now`: `no step for 3 s after step 58: rank 1 on node-1 sleeps`.
+
+        With `numbered`, the step counts over the whole run. Else it is the number of optimizer steps of the present
+        processes, and is not shown.
+        """
+        after = f" after step {self.culprit.step:,}" if numbered else ""
+        return f"no step for {now - self.since:.0f} s{after}: {self.culprit.reason}"
 
 
 def is_failure(event: events.WorkerEnded) -> bool:
@@ -147,14 +164,9 @@ class Chapter:
         return (last - first) / (until - since)
 
     @property
-    def stands_since(self) -> float | None:
-        """When the present standstill began; None: steps are made, as far as is known."""
-        return self.standstills[-1].since if self.standstills and self.standstills[-1].until == math.inf else None
-
-    @property
-    def blamed(self) -> events.Culprit | None:
-        """The newest finding about which ranks the others wait for; None: steps are made, or there is no finding."""
-        return self.standstills[-1].culprit if self.stands_since is not None else None
+    def standstill(self) -> Standstill | None:
+        """The present standstill; None: steps are made, as far as is known."""
+        return self.standstills[-1] if self.standstills and self.standstills[-1].until == math.inf else None
 
     def standstills_within(self, begin: float, end: float) -> list[tuple[float, float]]:
         """The parts of the time from `begin` to `end` in which the steps stood still."""
@@ -222,7 +234,7 @@ class Chapter:
     def was_awake(self, at: float) -> None:
         """Note that a node made a step at `at`, so it was not frozen before that."""
         for stand in self.standstills:
-            if stand.culprit is None and stand.since < at < stand.until < math.inf:
+            if not stand.is_explained and stand.since < at < stand.until < math.inf:
                 stand.since = at
 
     def _end_silence(self, step: int, at: float) -> None:
@@ -235,22 +247,22 @@ class Chapter:
             return
         made, speed = step - self.last_step, self.speed
         since = self.silent_since + (made / speed if speed else 0.0)
-        if at - since > FROZEN_S and (speed or made == 1) and self.stands_since is None:
+        if at - since > FROZEN_S and (speed or made == 1) and self.standstill is None:
             self.standstills.append(Standstill(since, at))
             self.recent_steps.clear()
         self.silent_since = None
 
     def goes_on(self, at: float) -> None:
         """Note that steps are made again at `at`. Ends the standstill, if there is one."""
-        if self.stands_since is not None:
-            self.standstills[-1].until = at
+        if self.standstill is not None:
+            self.standstill.until = at
             self.recent_steps.clear()
 
-    def stood_still(self, step: int, since: float, blamed: events.Culprit | None = None) -> None:
-        """Note that no step was made from `since` on, after `step`. `blamed` is the finding about it, if any."""
+    def stood_still(self, step: int, since: float, culprit: events.Culprit = UNKNOWN) -> None:
+        """Note that no step was made from `since` on, after `step`. `culprit` is the finding about it, if any."""
         # A report from before the newest step is out of date. Ranks that wait for the blamed ones may have made one
         # step more, so a finding may be one step behind.
-        if step + (blamed is not None) < self.last_step:
+        if step + (culprit is not UNKNOWN) < self.last_step:
             return
         step = max(step, self.last_step)
         # An age is measured a moment before its event is written, so `since` may come out too late.
@@ -260,8 +272,8 @@ class Chapter:
             self.standstills.append(Standstill(since))
         stand = self.standstills[-1]
         stand.since, stand.until = min(since, stand.since), math.inf
-        if blamed is not None:
-            stand.culprit = blamed
+        if culprit is not UNKNOWN:
+            stand.culprit = culprit
         if self.last_step:
             self.last_step, self.last_step_at = step, stand.since
 

@@ -178,7 +178,7 @@ class LifeSpans:
         self._newest = self._known(event.number)
         sets_up = self._bucket == SET_UP
         # A generation that hung without a step: that time is `detect`, whatever the phases of the next step say.
-        hung = sets_up and before.stands_since is not None
+        hung = sets_up and before.standstill is not None
         if hung or not (self._trains or (sets_up and not event.waits)):
             self._settle(at)
         if event.waits and not self._trains:

@@ -91,49 +91,40 @@ def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Sto
 
     `over` says whether a run is over, by its story.
     """
-    fold, last = _DirectoryFold(directory), False
+    story, offsets, last = Story(), dict[Path, int](), False
     while not last:
-        news = list(fold.fold_new())
-        last = over(fold.story)
-        yield fold.story, news, last
+        news = _fold_new(story, directory, offsets)
+        story.run.note_id(directory.name)
+        # Their processes are gone, and they have written no end.
+        dead = {life.node for life in alive_here(story) if stat(life.pid) is None}
+        if dead:
+            # Once more: what the agents wrote between the first reading and their end.
+            news += _fold_new(story, directory, offsets)
+        for node in dead.intersection(story.lives.alive()):
+            story.note_killed(node)
+        last = over(story)
+        yield story, news, last
         if not last:
             time.sleep(LOOK_EVERY_S)
 
 
-class _DirectoryFold:
-    """Folds the files of a run's directory into `story`."""
+def _fold_new(story: Story, directory: Path, offsets: dict[Path, int]) -> list[str]:
+    """Fold what the files have beyond their `offsets` into `story`. Returns the lines, by time."""
 
-    def __init__(self, directory: Path) -> None:
-        self.story = Story()
-        self._directory = directory
-        self._offsets: dict[Path, int] = {}
+    def timed(path: Path) -> Iterator[tuple[float, str, Record]]:
+        return ((story.when(record), line, record) for line, record in lines(path, offsets, whole=True))
 
-    def fold_new(self) -> Iterator[str]:
-        """Fold new events into the story, and yield their lines by time."""
-        yield from self._fold_new()
-        self.story.run.note_id(self._directory.name)
-        # Their processes are gone, and they have written no end.
-        dead = {life.node for life in alive_here(self.story) if stat(life.pid) is None}
-        if dead:
-            # Once more: what the agents wrote between the first reading and their end.
-            yield from self._fold_new()
-        for node in dead.intersection(self.story.lives.alive()):
-            self.story.note_killed(node)
-
-    def _fold_new(self) -> Iterator[str]:
-        for _, line, record in heapq.merge(*map(self._timed, files(self._directory)), key=lambda each: each[0]):
-            self.story.fold(record)
-            yield line
-
-    def _timed(self, path: Path) -> Iterator[tuple[float, str, Record]]:
-        found = lines(path, self._offsets, whole=True)
-        return ((self.story.clocks.when(record), line, record) for line, record in found)
+    news = []
+    for _, line, record in heapq.merge(*map(timed, files(directory)), key=lambda each: each[0]):
+        story.fold(record)
+        news.append(line)
+    return news
 
 
 def alive_here(story: Story) -> list[AgentLife]:
     """The agents on this machine that run, as far as is known."""
     here = machine()
-    return [life for life in story.lives.living() if story.clocks.machines.get(life.node) == here]
+    return [life for life in story.lives.living() if story.machines.get(life.node) == here]
 
 
 def has_events(directory: Path) -> bool:

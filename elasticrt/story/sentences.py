@@ -210,7 +210,8 @@ def happened(story: Story, now: float | None = None) -> list[Happened]:
         # A hang with a known node is a standstill, and told as that below.
         if not (each.hang and each.node):
             found.append(Happened(each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
-    found += [Happened(stand.since, "bad", stand.sentence(until)) for stand, until in story.explained_standstills(now)]
+    for stand in story.explained_standstills(now):
+        found.append(Happened(stand.since, "bad", stand.sentence(stand.until, numbered=story.has_step_numbers)))
     for at, event in story.failures.straggler_findings:
         found.append(Happened(at, "bad" if event.slow else "good", slow(event)))
     found += _missed(story)

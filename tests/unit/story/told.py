@@ -50,7 +50,7 @@ def story_of(*sources: Iterable[events.Record]) -> Story:
     told = Story()
 
     def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:
-        return ((told.clocks.when(each), each) for each in source)
+        return ((told.when(each), each) for each in source)
 
     for _, each in heapq.merge(*map(timed, sources), key=lambda pair: pair[0]):
         told.fold(each)
