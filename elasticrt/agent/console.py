@@ -143,7 +143,7 @@ class Console:
 
     def _note_saved(self, step: int) -> None:
         """Note in the story up to which `step` the run is saved: a node that stands by has not heard of all commits."""
-        if self.story.generations.newest is not None and step > self.story.checkpoints.newest:
+        if self.story.generations.all and step > self.story.checkpoints.newest:
             self._fold_unwritten(
                 events.Committed(step, self.story.generations.newest.number), self.story.last - self.clock_offset_s
             )
@@ -334,13 +334,13 @@ class Console:
             known: whether `head` is certainly the newest checkpoint.
         """
         chapter, reached = self.story.generations.newest, head.reached if head is not None else 0
-        alone = chapter is not None and chapter.nodes == (self._node,)
+        alone = chapter.nodes == (self._node,)
         # The step that is lost with this node: the one that it had to save, or the last one of a node that trained
         # alone. On other nodes the run goes on with the step.
         missed = decision.save_step if lost else late_after if alone else 0
         told = self.story.checkpoints.unsaved.step if self.story.checkpoints.unsaved is not None else 0
         self._note_saved(reached)
-        if chapter is not None and missed > max(reached, told):
+        if self.story.generations.all and missed > max(reached, told):
             self.events.write(events.Unsaved(missed, chapter.number, f"{self._node} left before the step was saved"))
         self._say_changes(math.inf)
         self._summarize()

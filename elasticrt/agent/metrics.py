@@ -93,8 +93,7 @@ class Metrics(Collector):
     def _of_story(self, story: Story, node: str) -> Iterator[Metric]:
         kinds = Counter(chapter.kind for chapter in story.generations.all)
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
-        restarts = story.generations.newest.restarts if story.generations.newest is not None else 0
-        yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
+        yield _gauge("restarts", "Failures that count against --max-restarts.", story.generations.newest.restarts)
         yield _counter("bucket_seconds", "What the node's time went into.", "bucket", self._exported)
         own_work = GaugeMetricFamily(
             "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]

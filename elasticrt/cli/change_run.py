@@ -99,11 +99,7 @@ def left_after(handover: HandoverRecord | None, directory: Path) -> int:
     if handover is None or not handover.save:
         return newest
     # A handover is for the step in which the workers are. If that one hung, the newest step is the one before.
-    same = (
-        story is not None
-        and story.generations.newest is not None
-        and story.generations.newest.number == handover.generation
-    )
+    same = story is not None and story.generations.newest.number == handover.generation
     return newest if same and newest == handover.step - 1 else handover.step
 
 

@@ -58,7 +58,7 @@ class Narration:
     def exited(self, node: str, code: int) -> list[str]:
         """Note that the agent of `node` has ended with `code` (negative: signal). Returns the lines about it."""
         self.ended[node] = code
-        quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.generations.newest is not None)
+        quiet = code in (0, EXIT_TERMINATED) or (code < 0 and bool(self.story.generations.all))
         # A killed agent is told of by the next generation, and an orderly end by the result.
         how = f"code {code}" if code >= 0 else signal_name(-code)
         return [] if quiet else [f"-- the agent of {node} ended ({how})"]

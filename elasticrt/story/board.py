@@ -47,8 +47,8 @@ def board(story: Story, now: float) -> dict[str, Any]:
             "step": f"{story.steps.newest:,}",
             "steps/s": report.speed(story, until).removesuffix(" steps/s") or "-",
             "epoch": str(story.steps.epoch),
-            "world size": str(chapter.world_size if chapter is not None else 0),
-            "generation": str(chapter.number if chapter is not None else 0),
+            "world size": str(chapter.world_size),
+            "generation": str(chapter.number),
             "goodput": f"{story.goodput(until):.1%}",
             "checkpoint": f"{story.checkpoints.newest:,}" + (f", {seconds(age_s)} ago" if age_s is not None else ""),
         },
@@ -93,13 +93,12 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 def _nodes(story: Story) -> list[dict[str, str]]:
     """Each node with its state and ranks, those with a seat first."""
     chapter, alive, found = story.generations.newest, story.lives.alive(), []
-    seated, trains_now = chapter.nodes if chapter is not None else (), {life.node for life in story.seated_lives()}
+    trains_now = {life.node for life in story.seated_lives()}
     blamed = story.standstill.culprit.nodes if story.standstill is not None else None
-    for name in dict.fromkeys([*seated, *(life.node for life in story.lives.all)]):
-        generation, pids = story.generations.workers.get(name, (0, {}))
+    for name in dict.fromkeys([*chapter.nodes, *(life.node for life in story.lives.all)]):
         trains = name in trains_now
-        ranks = ", ".join(map(str, pids)) if trains and chapter is not None and generation == chapter.number else ""
-        seated_word = "waiting" if chapter is not None and chapter.waits else "training"
+        ranks = ", ".join(map(str, story.generations.ranks(name, chapter.number))) if trains else ""
+        seated_word = "waiting" if chapter.waits else "training"
         if blamed is not None:
             seated_word = "waited for" if name in blamed else "standing still"
         word = seated_word if trains else "standing by" if name in alive else "gone"

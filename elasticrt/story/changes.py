@@ -42,25 +42,25 @@ class Changes:
         # A newer generation ends the wait for the one before. Its sentence is printed if nothing was printed, or its
         # cost known.
         chapter = story.generations.newest
-        if before is not None and before is not chapter and before.number > self._costed:
+        if before is not chapter and before.number > self._costed:
             said += [self._announce(before)] if before.reported or before.number > self._announced else []
-        if chapter is not None and chapter.number > self._costed and chapter.reported:
+        if chapter.number > self._costed and chapter.reported:
             # A node that has written no events is not waited for: an agent's story has those of its own node alone.
             complete = chapter.reported.keys() >= story.lives.nodes & {*chapter.nodes}
             said += [self._announce(chapter)] if complete else []
-        elif chapter is not None and chapter.waits and chapter.number > self._announced:
+        elif chapter.waits and chapter.number > self._announced:
             said.append(self._announce(chapter))
         return said
 
     def tick(self, now: float) -> list[Sentence]:
         """The sentences that are due at `now`."""
-        chapter, due = self._story.generations.newest, self.due()
-        return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
+        due = self.due()
+        return [self._announce(self._story.generations.newest)] if due is not None and now >= due else []
 
     def due(self) -> float | None:
         """When `tick` will return a sentence if no event comes before; None: never."""
         chapter = self._story.generations.newest
-        if chapter is None or chapter.number <= self._costed:
+        if chapter.number <= self._costed:
             return None
         if chapter.stepped_at is not None:
             return chapter.stepped_at + COST_COMPLETE_S

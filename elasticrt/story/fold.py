@@ -65,7 +65,7 @@ class Story:
     @property
     def standstill(self) -> Standstill | None:
         """The present standstill, if a node has found whom the others wait for; None: steps are made, or not known."""
-        stand = self.generations.newest.standstill if self.generations.newest is not None else None
+        stand = self.generations.newest.standstill
         # The cheap conditions come first: this is asked at every `Progress`, and few of them find a culprit.
         if stand is None or not stand.is_explained or self.run.result is not None or not self.lives.alive():
             return None
@@ -87,14 +87,14 @@ class Story:
     @property
     def straggler(self) -> events.Straggler | None:
         """The finding about the node that is slow now, in the newest generation; None: no node is known to be slow."""
-        findings, chapter = self.failures.straggler_findings, self.generations.newest
+        findings = self.failures.straggler_findings
         at, event = findings[-1] if findings else (0.0, None)
-        return event if event is not None and event.slow and chapter is not None and at >= chapter.begin else None
+        return event if event is not None and event.slow and at >= self.generations.newest.begin else None
 
     def seated_lives(self) -> list[AgentLife]:
         """The running agents that have a seat in the newest generation."""
-        living, chapter = {id(life) for life in self.lives.living()}, self.generations.newest
-        return [life for life in self.lives.seated(chapter) if id(life) in living] if chapter is not None else []
+        living = {id(life) for life in self.lives.living()}
+        return [life for life in self.lives.seated(self.generations.newest) if id(life) in living]
 
     def now_if_running(self, now: float) -> float | None:
         """`now` if the run still goes on then, as far as its events tell; else None.
@@ -121,8 +121,7 @@ class Story:
 
         Nodes without a shared disk write to run directories of their own.
         """
-        chapter = self.generations.newest
-        return [node for node in (chapter.nodes if chapter is not None else ()) if node not in self.lives.nodes]
+        return [node for node in self.generations.newest.nodes if node not in self.lives.nodes]
 
     def explained_standstills(self, now: float | None = None) -> list[Standstill]:
         """The newest standstills whose reason was found, each with its end, as far as an agent was there to see it.
@@ -171,7 +170,7 @@ class Story:
         if isinstance(event, events.AgentStarted) and self.run.succeeded and not self.lives.alive():
             self._begin()
         frozen_s = max(FROZEN_S, FROZEN_SHARE * (self.last - self.begin))
-        if self.generations.newest is not None and at - self.last > frozen_s:
+        if at - self.last > frozen_s:
             self.generations.newest.silent_since = self.last
         self.begin, self.last = min(self.begin or at, at), max(self.last, at)
         life = self.lives.author(record, at)
@@ -185,11 +184,11 @@ class Story:
     def _fold_together(self, event: events.Event, life: AgentLife, at: float) -> None:
         """Fold in what an event of `life` says to several parts."""
         generations, failures = self.generations, self.failures
-        number = generations.newest.number if generations.newest is not None else None
+        number = generations.newest.number
         match event:
             case events.Generation():
                 self._generation(event, life, at)
-            case events.FirstStep() if event.generation == number:
+            case events.FirstStep() if 0 < event.generation == number:
                 highest, told = self.steps.highest, self.lives.nodes
                 if generations.first_step(event, life.node, at, highest=highest, told=told):
                     self.checkpoints.passed_over(event.resumed_from)
@@ -216,14 +215,13 @@ class Story:
         known = generations.is_known(event.number)
         # A fresh etcd counts generations from 1 again. It is recognised by a known number from an agent that started
         # after the newest generation began: no agent has a seat in a generation older than itself.
-        later = before is not None and life.pid != 0 and life.begin > before.begin
+        later = life.pid != 0 and life.begin > before.begin
         chapter: Chapter | None
         if known and (isinstance(event, events.StandsBy) or not later):
             chapter = generations.learn_nodes(event)
         else:
-            cause, kind = (event.cause, event.kind) if before is None else self._cause(event, before, at)
-            if before is not None:
-                before.left_at = self.lives.interrupted(before) or before.left_at
+            cause, kind = self._cause(event, before, at) if generations.all else (event.cause, event.kind)
+            before.left_at = self.lives.interrupted(before) or before.left_at
             chapter = generations.begin(event, at, cause=cause, kind=kind, needed=self.run.min_nodes)
         previous = generations.numbers.get(event.number - 1)
         if chapter is not None and previous is not None:
@@ -302,11 +300,11 @@ class Story:
         unknown. The loss then counts from the last event.
         """
         chapter = self.generations.newest
-        life = self.lives.last_seat(event.lost, chapter) if chapter is not None else None
+        life = self.lives.last_seat(event.lost, chapter)
         # An agent that ended or left of its own accord is no loss, unless it stopped answering.
         if life is not None and (life.code is not None or (life.is_leaving and SILENT not in event.how)):
             return
-        loss = RunFailure(at, event.lost, event.how, chapter.number if chapter is not None else 0)
+        loss = RunFailure(at, event.lost, event.how, chapter.number)
         self.failures.all.append(loss)
         if life is not None:
             self.lives.lose(life, loss, life.last if teller.begin > life.last else at)
@@ -315,11 +313,12 @@ class Story:
         """Note that the newest agent of `node` ended with its last event, as is known from elsewhere."""
         life, chapter = self.lives.newest[node], self.generations.newest
         life.gone_at = life.last
-        if chapter is not None and not self.seated_lives():
+        if not self.seated_lives():
             chapter.left_at = max((each.last for each in self.lives.seated(chapter)), default=life.last)
 
 
 def cause_of(story: Story | None, generation: int, said: str) -> str:
     """The cause of the newest `generation`, as `said` by the leader; if the `story` knows it, its cause says more."""
-    chapter = story.generations.newest if story is not None else None
-    return chapter.cause if chapter is not None and chapter.number == generation else said
+    if story is not None and story.generations.newest.number == generation:
+        return story.generations.newest.cause
+    return said

@@ -283,19 +283,20 @@ class Generations:
 
     def __init__(self) -> None:
         self.all: list[Chapter] = []  # The generations, in order.
+        self._none = Chapter(0, begin=-math.inf)
         # The same by number. Only those of the present etcd: a fresh one counts from 1 again.
         self.numbers: dict[int, Chapter] = {}
         # By node: the newest generation with workers there, and their pids by rank.
         self.workers: dict[str, tuple[int, dict[int, int]]] = {}
 
     @property
-    def newest(self) -> Chapter | None:
-        """The newest generation; None before the first."""
-        return self.all[-1] if self.all else None
+    def newest(self) -> Chapter:
+        """The newest generation. Before the first: one with number 0 and without nodes."""
+        return self.all[-1] if self.all else self._none
 
     def is_over(self, number: int) -> bool:
         """Whether another generation has followed the one with `number`."""
-        return self.newest is not None and number < self.newest.number
+        return number < self.newest.number
 
     def is_known(self, number: int) -> bool:
         """Whether an event has told of a generation with `number`, or of a later one."""
@@ -304,7 +305,7 @@ class Generations:
     def worker(self, rank: int) -> int | None:
         """The pid of the worker with `rank` in the newest generation; None if there is none."""
         for generation, pids in self.workers.values():
-            if self.newest is not None and generation == self.newest.number and rank in pids:
+            if generation == self.newest.number and rank in pids:
                 return pids[rank]
         return None
 
@@ -317,15 +318,14 @@ class Generations:
 
     def follows(self, number: int) -> tuple[str, ...] | None:
         """The nodes of the newest generation, if a new one with `number` comes right after it; else None."""
-        after = self.newest is not None and (self.is_known(number) or number == self.newest.number + 1)
-        return self.newest.nodes if after and self.newest is not None else None
+        after = self.is_known(number) or number == self.newest.number + 1
+        return self.newest.nodes if self.all and after else None
 
     def begin(self, event: events.Generation, at: float, *, cause: str, kind: str, needed: int) -> Chapter:
         """Begin the generation that `event` tells of. The other arguments are fields of `Chapter`, `at` its `begin`."""
-        before, follows, step = self.newest, self.follows(event.number), 0
-        if before is not None:
-            before.over(at)
-            step = before.reached if before.first_step is not None else before.step_before
+        before, follows = self.newest, self.follows(event.number)
+        before.over(at)
+        step = before.reached if before.first_step is not None else before.step_before
         # A fresh etcd counts from 1 again.
         if self.is_known(event.number):
             self.numbers.clear()

@@ -98,13 +98,13 @@ def paces(story: Story, now: float | None = None) -> str:
     saved, missed = story.checkpoints.newest, story.checkpoints.unsaved
     text = ", ".join(filter(None, (counted(steps_made(story), "step"), speed(story, now))))
     # A node without a seat knows only the scalars of an earlier generation, which would stand beside the newest step.
-    if scalars and chapter is not None and not story.lives.nodes.isdisjoint(chapter.nodes):
+    if scalars and not story.lives.nodes.isdisjoint(chapter.nodes):
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
     # A node with a run directory of its own may have saved more.
     whole = not story.nodes_without_events()
     text += f"; newest checkpoint: step {saved:,}" if saved else "; no checkpoint" if whole else ""
     # The script ended inside its loop. The node of rank 0 saves, so without the end of its events that is not known.
-    first = story.lives.last_seat(chapter.nodes[0], chapter) if chapter is not None and chapter.nodes else None
+    first = story.lives.last_seat(chapter.nodes[0], chapter) if chapter.nodes else None
     whole = whole and first is not None and first.result_at < math.inf
     if story.run.succeeded and 0 < saved < story.steps.newest and whole:
         text += ", and nothing after it is saved"

@@ -106,7 +106,7 @@ def etcd_away(story: Story, now: float) -> str:
 def doing(story: Story) -> str:
     """What the nodes of the newest generation do, as words before its number."""
     chapter = story.generations.newest
-    if chapter is None or story.waits_since is None:
+    if story.waits_since is None:
         return "trains" if story.standstill is None else "stands still"
     if chapter.lacks_nodes:
         return "waits for nodes"
@@ -149,12 +149,12 @@ def state(story: Story, now: float | None = None) -> str:
     if others := story.nodes_without_events():
         return f"no agent of this directory is left ({ends(story.lives.all)}); it has no events of {listed(others)}"
     newest = {life.node: life for life in story.lives.all}
-    first = newest.get(chapter.nodes[0]) if chapter is not None and chapter.nodes else None
+    first = newest.get(chapter.nodes[0]) if chapter.nodes else None
     # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
     # order, and only its last checkpoint failed.
     unsaved = first is not None and first.code == EXIT_CHECKPOINT and steps_made(story) > 0
     # The last generation decides: nodes of earlier ones may have left long before its agents were killed.
-    last_ones = [newest[life.node] for life in story.lives.seated(chapter)] if chapter is not None else []
+    last_ones = [newest[life.node] for life in story.lives.seated(chapter)]
     left = {
         life.code for life in last_ones or newest.values() if life.gone_at is None and not (unsaved and life is first)
     }
@@ -180,7 +180,7 @@ def to_go_on(story: Story) -> str:
 def _state_now(story: Story, now: float) -> str:
     """What the nodes of a running run do at `now`."""
     chapter, here, needed = story.generations.newest, len(story.lives.alive()), story.run.min_nodes
-    if chapter is not None and story.waits_since is not None:
+    if story.waits_since is not None:
         text = f"{_WAITS[doing(story)]} for {seconds(now - story.waits_since)}, after step {chapter.step:,}"
         return f"{text}: {len(chapter.nodes)} of at least {needed} here" if chapter.lacks_nodes else text
     # Before the first generation, or after all nodes of the last one have ended.
@@ -242,8 +242,7 @@ def _missed(story: Story) -> Iterator[Happened]:
 
 def pace(story: Story, now: float) -> str:
     """`12.3 steps/s`, lately, or `no step for 9 s`; "" if not known, or if the line has another sentence about it."""
-    still_s, chapter = now - story.steps.last_at, story.generations.newest
-    speed = chapter.speed if chapter is not None else None
+    still_s, speed = now - story.steps.last_at, story.generations.newest.speed
     usual_s = 1 / speed if speed else 0.0
     if story.standstill is not None or story.steps.first_at is None:
         return ""
@@ -259,7 +258,7 @@ def now_at(story: Story, now: float, goodput: float | None = None, *, step: int 
     the newest one; None: the story's.
     """
     chapter, step, parts = story.generations.newest, story.steps.newest if step is None else step, []
-    if chapter is not None:
+    if story.generations.all:
         least, most = story.run.min_nodes, story.run.max_nodes
         room = f" ({least} to {most})" if least != most else ""
         parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
