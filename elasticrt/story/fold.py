@@ -93,8 +93,8 @@ class Story:
 
     def seated_lives(self) -> list[AgentLife]:
         """The running agents that have a seat in the newest generation."""
-        living = {id(life) for life in self.lives.living()}
-        return [life for life in self.lives.seated(self.generations.newest) if id(life) in living]
+        living = set(self.lives.living())
+        return [life for life in self.lives.seated(self.generations.newest) if life in living]
 
     def now_if_running(self, now: float) -> float | None:
         """`now` if the run still goes on then, as far as its events tell; else None.

@@ -1,10 +1,14 @@
 """Divides the time of each agent's life into buckets: every moment is in exactly one. Pure.
 
-A life is painted from left to right with a cursor. Each event assigns the time between the cursor and itself to a
-bucket and moves the cursor, so the spans always add up to the life, whatever the events are and whichever are missing.
-Two things are known late. A pause (`loop.pause`) is reported at its end, so training is painted only up to the point
-where the next pause could begin. The time that workers spend besides their steps (`Progress`) is an amount of seconds
-without a position; it is painted at the beginning of the interval in which it was spent.
+A life is a list of parts, each from its beginning to that of the next one: training, a wait, a phase of a pause. An
+event begins a part, and may tell that it began before the event itself. Then it takes the place of what seemed to
+follow. Parts of which no event can tell any more are painted as spans of time. So the spans always add up to the life,
+whatever the events are and whichever are missing.
+
+What all nodes of a generation share is not in the parts, but drawn over them when they are painted: standstills, and
+steps that are done again. The time that workers spend besides their steps (`Progress`) is an amount of seconds without
+a position. It is painted at the beginning of the interval in which it was spent. A pause or a save is reported at its
+end, so training is painted only up to the point where the next one could begin.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from elasticrt.story.buckets import (
 )
 from elasticrt.story.generations import Chapter
 
-# The bucket of each phase of a `Recovery` or `SetUp` event. Some depend on the kind of restart: see `_stepped`.
+# The bucket of each phase of a `Recovery` or `SetUp` event. Some depend on the kind of restart: see `_resumed`.
 _PHASES = {
     "detect": DETECT,
     "agree": AGREE,
@@ -176,10 +180,11 @@ class LifeSpans:
         self._end_training(at)
         self._end_idle(at, event)
         self._newest = self._known(event.number)
-        sets_up = self._bucket == SET_UP
-        # A generation that hung without a step: that time is `detect`, whatever the phases of the next step say.
-        hung = sets_up and before.standstill is not None
-        if hung or not (self._trains or (sets_up and not event.waits)):
+        # The next step tells when training has ended, and how a set-up went that goes on. But if a generation hung
+        # without a step, that time is `detect`, whatever is told later.
+        goes_on = self._trains or (self._bucket == SET_UP and not event.waits)
+        hung = self._bucket == SET_UP and before.standstill is not None
+        if hung or not goes_on:
             self._settle(at)
         if event.waits and not self._trains:
             self._wait(at)
@@ -236,9 +241,9 @@ class LifeSpans:
         self._mark, self._painted, self._failed_at = None, {}, math.inf
 
     def _progressed(self, event: events.Progress, at: float) -> None:
+        """Another mark. What lies before the mark before it is final, unless that time may be a pause or a save."""
         step, before = event.step or event.beats, self._mark
-        # If a step followed the mark before, no pause that is still unreported can have begun before that mark.
-        # Otherwise this may be a pause, which is reported only at its end.
+        # If a step followed the mark before, none that is still unreported can have begun before that mark.
         if before is not None and step > before.step and self._bucket == TRAIN and before.at <= self._chapter.end:
             self._settle(before.at)
         spent = {DATA: event.data_s, SAVE: event.save_s, PAUSE: event.pause_s}

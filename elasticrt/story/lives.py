@@ -13,9 +13,9 @@ from elasticrt.story.generations import Chapter
 from elasticrt.story.life_spans import LifeSpans
 
 
-@dataclass
+@dataclass(eq=False)
 class AgentLife:
-    """One agent, from its start to its end."""
+    """One agent, from its start to its end. Each is equal to itself alone."""
 
     node: str
     pid: int  # The agent's process id; 0: unknown, because the first lines of its file are damaged.
@@ -91,8 +91,8 @@ class Lives:
             now: up to when an outage of a living node lasts; None: up to the node's last event.
         """
         away = [(life, life.away_since) for life in self.all if life.away_since is not None]
-        living = {id(life) for life in self.living()}
-        still = [(since, life.last if now is None or id(life) not in living else now) for life, since in away]
+        living = set(self.living())
+        still = [(since, life.last if now is None or life not in living else now) for life, since in away]
         found: list[tuple[float, float]] = []
         for begin, end in sorted([*self._outages, *still]):
             if found and begin <= found[-1][1]:
