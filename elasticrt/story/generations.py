@@ -243,14 +243,15 @@ class Chapter:
         The steps until then took as long as usual. If they do not fill the silence, the workers stood still with their
         agents.
         """
-        if self.silent_since is None:
+        silent_since, self.silent_since = self.silent_since, None
+        # Until the first step agents may be silent for long, while worker parents start for example.
+        if silent_since is None or not self.last_step:
             return
         made, speed = step - self.last_step, self.speed
-        since = self.silent_since + (made / speed if speed else 0.0)
+        since = silent_since + (made / speed if speed else 0.0)
         if at - since > FROZEN_S and (speed or made == 1) and self.standstill is None:
             self.standstills.append(Standstill(since, at))
             self.recent_steps.clear()
-        self.silent_since = None
 
     def goes_on(self, at: float) -> None:
         """Note that steps are made again at `at`. Ends the standstill, if there is one."""

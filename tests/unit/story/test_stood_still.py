@@ -226,6 +226,12 @@ def test_frozen_agents_do_not_train(step, frozen_s):
         assert totals(spans)["train"] == pytest.approx(66.0 - frozen_s)
 
 
+def test_a_long_start_is_no_standstill():
+    """Before the first step agents may have nothing to tell for long."""
+    late = [(at + (at >= 4.0) * 60.0, node, event) for at, node, event in THREE_STEPS]
+    assert "detect" not in totals(story(late).spans_by_node(65.0)["a"])
+
+
 def test_slow_steps_are_no_standstill():
     """Where each step takes half a minute, the agents tell of their progress meanwhile."""
     alive = [(at, node, progress(1)) for at in (9.0, 14.0, 19.0, 24.0, 29.0) for node in "ab"]
