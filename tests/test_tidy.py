@@ -151,7 +151,6 @@ PURE = (
     "story/failures.py",
     "story/fold.py",
     "story/generations.py",
-    "story/life_spans.py",
     "story/lives.py",
     "story/report.py",
     "story/run.py",

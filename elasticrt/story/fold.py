@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from elasticrt import events
-from elasticrt.story.buckets import STANDBY, TRAIN, Span, totals
+from elasticrt.story.buckets import AGREE, STANDBY, TRAIN, WAITING, Span, totals
 from elasticrt.story.failures import SILENT, Failures, RunFailure, explained
 from elasticrt.story.generations import FROZEN_S, Chapter, Generations, Standstill, is_failure
 from elasticrt.story.lives import AgentLife, Lives
@@ -139,14 +139,16 @@ class Story:
         Args:
             now: up to when running agents count; None: up to their last events.
         """
-        lives = self.lives.spent(now, self.run.ended_at)
-        return totals(span for _, spans in lives for span in spans if span.bucket != STANDBY)
+        nodes = self.spans_by_node(now).values()
+        return totals(span for spans in nodes for span in spans if span.bucket != STANDBY)
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
-        """How each node's time was spent: the spans of all its agents, one after the other."""
+        """How each node's time was spent until the run's result: the spans of all its agents, one after the other."""
         found: dict[str, list[Span]] = {}
-        for node, spans in self.lives.spent(now, self.run.ended_at):
-            found.setdefault(node, []).extend(spans)
+        for life in self.lives.all:
+            end, spans = min(self.run.ended_at, life.result_at), self.lives.spans_of(life, now)
+            cut = [replace(span, end=min(span.end, end)) for span in spans if span.begin < end]
+            found.setdefault(life.node, []).extend(cut)
         return found
 
     def goodput(self, now: float | None = None) -> float:
@@ -193,6 +195,8 @@ class Story:
                 if generations.first_step(event, life.node, at, highest=highest, told=told):
                     self.checkpoints.passed_over(event.resumed_from)
                 self._stepped(event.generation, event.step, at)
+            case events.Recovery() | events.SetUp() if event.generation in generations.numbers:
+                self._phases(event, life.node, at - event.age_s)
             case events.Step():
                 self._stepped(event.generation, event.step, at)
                 self.steps.reported(event, at)
@@ -292,6 +296,31 @@ class Story:
         self.steps.made(step, at, late=is_over)
         if generation in self.generations.numbers and not is_over:
             self.generations.numbers[generation].stepped(step, at)
+
+    def _phases(self, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
+        """Note what the time until the first step of `node`, made at `at`, went into."""
+        chapter = self.generations.numbers[event.generation]
+        # A script without a Loop reports no first step.
+        if chapter is self.generations.newest:
+            chapter.reported_first(node, at)
+        seconds: dict[str, float] = {}
+        for name, took_ms in event.phases.items():
+            waited_s = self._waited_s(chapter, took_ms / 1000) if name == AGREE else 0.0
+            seconds |= {WAITING: waited_s} if waited_s else {}
+            seconds[name] = took_ms / 1000 - waited_s
+        if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
+            chapter.pause_s, chapter.phases = event.pause_s, seconds
+        elif chapter.pause_s is None:
+            chapter.phases = max(chapter.phases, seconds, key=lambda each: sum(each.values()))
+
+    def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
+        """For how many of the `agree_s` seconds that it took to agree on `chapter` there were too few nodes for it."""
+        chapters = self.generations.all
+        before = takewhile(lambda each: each.waits, reversed(chapters[: chapters.index(chapter)]))
+        short = [each for each in before if each.lacks_nodes]
+        if short:
+            return min(agree_s, chapter.begin - short[-1].begin)
+        return agree_s if chapter.short else 0.0
 
     def _member_lost(self, event: events.MemberLost, teller: AgentLife, at: float) -> None:
         """A node was taken out.

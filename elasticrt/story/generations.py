@@ -6,12 +6,10 @@ import math
 from collections import deque
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 from elasticrt import events
 from elasticrt.ipc.failure import NOT_LET_GO
-from elasticrt.story.buckets import AGREE, WAITING
 
 _FINISHED = (
     events.FirstStep | events.Step | events.Progress | events.Committed | events.Copied | events.WorkerEnded
@@ -67,9 +65,9 @@ def is_failure(event: events.WorkerEnded) -> bool:
     return bool(event.failure) and (not event.collateral or NOT_LET_GO in event.failure)
 
 
-@dataclass
+@dataclass(eq=False)
 class Chapter:
-    """One generation, as the run's story tells it. Times are in seconds since 1970."""
+    """One generation, as the run's story tells it. Times are in seconds since 1970. Each is equal to itself alone."""
 
     # Up to `restarts`, and `waits`: as the leader published them. The cause also names nodes that joined on this
     # occasion.
@@ -371,8 +369,6 @@ class Generations:
         match event:
             case events.WorkersStarted():
                 self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
-            case events.Recovery() | events.SetUp() if event.generation in self.numbers:
-                self._phases(self.numbers[event.generation], event, node, at - event.age_s)
             case events.WorkerEnded() | events.Culprit() | events.Stalled() | events.GoesOn() if (
                 event.generation in self.numbers
             ):
@@ -413,26 +409,3 @@ class Generations:
             # Its workers keep the state that they have.
             if later.in_place:
                 later.resume_step = max(later.resume_step, step)
-
-    def _phases(self, chapter: Chapter, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
-        """Note what the time until the first step of `node`, made at `at`, went into."""
-        # A script without a Loop reports no first step.
-        if chapter is self.newest:
-            chapter.reported_first(node, at)
-        seconds: dict[str, float] = {}
-        for name, took_ms in event.phases.items():
-            waited_s = self._waited_s(chapter, took_ms / 1000) if name == AGREE else 0.0
-            seconds |= {WAITING: waited_s} if waited_s else {}
-            seconds[name] = took_ms / 1000 - waited_s
-        if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
-            chapter.pause_s, chapter.phases = event.pause_s, seconds
-        elif chapter.pause_s is None:
-            chapter.phases = max(chapter.phases, seconds, key=lambda each: sum(each.values()))
-
-    def _waited_s(self, chapter: Chapter, agree_s: float) -> float:
-        """For how many of the `agree_s` seconds that it took to agree on `chapter` there were too few nodes for it."""
-        before = takewhile(lambda each: each.waits, reversed(self.all[: self.all.index(chapter)]))
-        short = [each for each in before if each.lacks_nodes]
-        if short:
-            return min(agree_s, chapter.begin - short[-1].begin)
-        return agree_s if chapter.short else 0.0

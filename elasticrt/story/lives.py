@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, KeysView, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elasticrt import events
-from elasticrt.story.buckets import Span
+from elasticrt.story.buckets import LifeSpans, Span
 from elasticrt.story.failures import RunFailure
 from elasticrt.story.generations import Chapter
-from elasticrt.story.life_spans import LifeSpans
 
 
 @dataclass(eq=False)
@@ -120,14 +119,6 @@ class Lives:
             return life.spans.spans_until(life.gone_at, lost=life.gone_at > life.last)
         runs = life.code is None and self.newest[life.node] is life
         return life.spans.spans_until(max(now, life.last) if runs and now is not None else life.last)
-
-    def spent(self, now: float | None, ended_at: float) -> list[tuple[str, list[Span]]]:
-        """For each agent its node and spans (see `spans_of`), cut at the run's result, which was told at `ended_at`."""
-        found = []
-        for life in self.all:
-            end, spans = min(ended_at, life.result_at), self.spans_of(life, now)
-            found.append((life.node, [replace(span, end=min(span.end, end)) for span in spans if span.begin < end]))
-        return found
 
     # What happens.
 
