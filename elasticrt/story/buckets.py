@@ -30,7 +30,7 @@ BUCKETS: Mapping[str, str] = {
     REDONE: "steps that had been done before, and are done again",
     DATA: "waiting for the data loader",
     SAVE: "training was blocked by a checkpoint or a copy of the state",
-    PAUSE: "in `loop.pause`: evaluation, for example",
+    PAUSE: "in `loop.pause`, such as an evaluation, or behind the training",
     DETECT: "from the last step until the failure or change was noticed; all of a hang",
     AGREE: "until the next generation was agreed",
     REFORM: "old workers ended, survivors took their new ranks, the process group was created",

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from elasticrt import events
-from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
+from elasticrt.errors import EXIT_CHECKPOINT, EXIT_DUPLICATE, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted, how_to_go_on, listed, slow_node
 from elasticrt.story.fold import Story
 from elasticrt.story.generations import Chapter
@@ -169,10 +169,11 @@ def state(story: Story, now: float | None = None) -> str:
 def to_go_on(story: Story) -> str:
     """How to go on with a run that has ended before its script did; "" if it need not or cannot go on.
 
-    A checkpoint that can't be used can't be used again either, so that failure's own text has the remedy.
+    A checkpoint that can't be used can't be used again either, nor a directory that another run saves to. Then the
+    failure's own text has the remedy.
     """
     run, saved = story.run, story.checkpoints.newest
-    if run.succeeded or (run.result is not None and run.result.code == EXIT_CHECKPOINT):
+    if run.succeeded or (run.result is not None and run.result.code in (EXIT_CHECKPOINT, EXIT_DUPLICATE)):
         return ""
     return how_to_go_on(run.run_id, f"step {saved:,} is saved" if saved else "")
 
