@@ -185,6 +185,8 @@ def _script(dice: random.Random, more: random.Random) -> str:
     usable = way == "steps" and rate != "one cycle"  # LBFGS has no momentum for a cycle.
     has["closure"] = has["closure"] and usable and not (has["over blocks"] or has["two models"])
     has["swaps"] = has["swaps"] and has["average"]
+    # A step that is made again does not make the evaluation before its block, which draws as well.
+    has["draws early"] = has["draws early"] and not has["seed"] and not (way == "steps" and has["evaluates first"])
     has["goes on"] = has["goes on"] and not has["closure"]
     code = _Code()
     code.add(0, f"COUNTS = {int(way != 'micro')}" + HEAD)
@@ -213,25 +215,28 @@ def _script(dice: random.Random, more: random.Random) -> str:
     code.add(0, "loop.vars.update(head=0, top=0, inside=0, behind=0, best=[1e9], history=[])\nresults = []")
     code.add(0, f"draw = {'float' if has['seed'] else 'random.random'}" + _EVALUATION)
     code.add(0, "noise = " + ("random.random" if has["noise"] else "float"))
+    if has["draws early"]:
+        code.add(0, _EARLY)
     if has["subgroups"]:
         code.add(0, _SUBGROUP)
     code.add(0, _train(has, rate, way))
     if way == "steps":
         code.add(0, f"for step in loop.steps({STEPS}):")
         _top(code, dice, has)
+        if has["draws early"]:
+            code.add(1, "of_step = random.random() + torch.rand(()).item()")
         code.add(1, "x, y = data[(12 * step) % 96:(12 * step) % 96 + 12]\ntrain(x, y)")
         _behind(code, dice, has, rate, 1)
     else:
-        _epochs(code, dice, has, rate, counts=has["counts"] and way != "micro")
+        _epochs(code, dice, has, rate, whole=way != "micro")
     if has["goes on"]:
         code.add(0, _SECOND_LOOP)
     code.add(0, TAIL)
     return "\n".join(code.lines) + "\n"
 
 
-def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, counts: bool) -> None:
-    """Add a loop over epochs. `counts`: whether to count the bodies of steps, which needs one batch in each step."""
-    code.add(0, f"for epoch in loop.epochs({STEPS // 8}):")
+def _head(code: _Code, has: dict[str, bool], rate: str) -> None:
+    """Add the head of an epoch's body."""
     code.add(1, 'at("head")')
     if has["freezes"]:
         code.add(1, "model.module.first.bias.requires_grad_(epoch % 2 == 0)")
@@ -241,14 +246,24 @@ def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *
         code.add(1, 'loop.vars["history"].append(evaluate("evaluation", "head"))')
         if has["evaluates twice"]:
             code.add(1, 'evaluate("evaluation", "head again")')
+    if has["draws early"]:
+        code.add(1, "of_epoch = random.random() + torch.rand(()).item()")
     if rate == "step by epochs":
         code.add(1, "scheduler.step()")
+
+
+def _epochs(code: _Code, dice: random.Random, has: dict[str, bool], rate: str, *, whole: bool) -> None:
+    """Add a loop over epochs. `whole`: whether each step has one batch on each rank."""
+    code.add(0, f"for epoch in loop.epochs({STEPS // 8}):")
+    _head(code, has, rate)
     workers = ", num_workers=2, persistent_workers=True" if has["loader workers"] else ""
     code.add(1, f"loader = DataLoader(data, batch_sampler=sampler{workers})")
     code.add(1, "for x, y in loop.batches(loader):")
     code.add(2, 'at("top")')
-    if counts:
+    if has["counts"] and whole:
         code.add(2, 'loop.vars["top"] += 1')
+    if has["draws early"] and whole:
+        code.add(2, "of_step = random.random() + torch.rand(()).item()")
     code.add(2, "train(x, y)")
     _behind(code, dice, has, rate, 2)
     code.add(1, 'at("after epoch")')
@@ -356,8 +371,15 @@ _CHANCES = {
 # The same of features that were added later.
 _MORE_CHANCES = {
     "two models": 0.2, "closure": 0.3, "tracks": 0.25, "swaps": 0.5, "subgroups": 0.2, "loader workers": 0.15,
-    "pauses": 0.2, "goes on": 0.15,
+    "pauses": 0.2, "goes on": 0.15, "draws early": 0.4,
 }  # fmt: skip
+
+_EARLY = """
+of_epoch = of_step = 0.0
+
+def noise(base=noise):
+    return base() + of_epoch + of_step
+"""
 
 _LBFGS = "LBFGS(model.parameters(), 0.05, max_iter=3, history_size=4)"
 
