@@ -5,9 +5,11 @@ The same state goes into checkpoints, into copies in memory, and to newcomers an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,9 @@ from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
 
 _log = logging.getLogger(__name__)
+
+# So many numbers of a tensor, and so many items at the end of a list, are compared between ranks.
+DIGEST_ITEMS = 1000
 
 # The parts that each saved state of a Loop has besides the script's objects.
 _OUR_KEYS = {"position", "rng", "sampler", "vars", "ledger", "gradients", "begun", "begun_by", "applied", "traits"}
@@ -137,6 +142,8 @@ class TrainingState:
         self._shown_directory = shown_directory
         modules = {name: each for name, each in self.objects.items() if isinstance(each, torch.nn.Module)}
         self._shapes = stateful.shapes(self.objects, stateful.collect(modules))
+        # The names of `vars` that were seen to differ between ranks.
+        self._own_vars: set[str] = set()
 
     def samples(self) -> int:
         """How many samples the run has trained, over all epochs; 0 without a sampler."""
@@ -275,6 +282,26 @@ class TrainingState:
         self.vars.clear()
         self.vars.update(put)
 
+    def var_digests(self) -> dict[str, str]:
+        """A short digest of each of `vars`, the same on two ranks whose values are equal."""
+        return {name: hashlib.sha256(_as_bytes(each)).hexdigest()[:8] for name, each in self.vars.items()}
+
+    def warn_of_own_vars(self, said: Sequence[dict[str, str]]) -> None:
+        """Warn of `vars` that differ between ranks: newcomers, and all ranks after a restart, get those of one rank.
+
+        Each is told once in a process. `said`: the results of `var_digests` on ranks after the same step.
+        """
+        names = {name for each in said for name in each}
+        differ = sorted(name for name in names if len({each.get(name) for each in said}) > 1)
+        if self._own_vars.issuperset(differ):
+            return
+        self._own_vars.update(differ)
+        what = (
+            "loop.vars[%s] differ between ranks: newcomers, and all ranks after a restart, get the values of one rank. "
+        )
+        what += "Keep there what is the same on all ranks, such as sums by ctx.sum"
+        _log.warning(what, ", ".join(map(repr, differ)))
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of all modules, in order. `StepTraits` numbers them in this order."""
         modules = (each for each in self.objects.values() if isinstance(each, torch.nn.Module))
@@ -287,6 +314,20 @@ class TrainingState:
         """
         for each in self.parameters():
             each.grad = None
+
+
+def _as_bytes(value: Any) -> bytes:
+    """Equal bytes for equal values of `vars`. Of a large value only a part is looked at."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().flatten()[:DIGEST_ITEMS].cpu().view(torch.uint8)
+        return f"{value.dtype}{tuple(value.shape)}".encode() + bytes(plain.tolist())
+    if isinstance(value, dict):
+        return b"".join(b"{" + _as_bytes(key) + b":" + _as_bytes(each) for key, each in value.items()) + b"}"
+    if isinstance(value, (list, tuple)):
+        return f"[{len(value)} ".encode() + b",".join(map(_as_bytes, value[-DIGEST_ITEMS:])) + b"]"
+    if isinstance(value, set):
+        return b"{" + b",".join(sorted(map(_as_bytes, value))) + b"}"
+    return repr(value).encode()
 
 
 def _put(old: Any, new: Any) -> Any:

@@ -12,6 +12,7 @@ loses a rank is made again in the same way as a step (`evaluations`).
 from __future__ import annotations
 
 import io
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -391,6 +392,10 @@ class World:
         state.rng.rank, self.size = collectives.rank_and_world()
         # -1 means that this rank has the state of no step, and needs another rank's.
         steps = state.position.steps if state.is_valid else -1
+        digests = meeting.gather("vars", json.dumps([steps, state.var_digests() if steps >= 0 else {}]))
+        said = [json.loads(each) for each in digests]
+        if state.rng.rank == 0:
+            state.warn_of_own_vars([each for at, each in said if at == max(steps for steps, _ in said)])
         spare, self.in_place.spare = self.in_place.spare, None
         taken = state_transfer.transfer_state(steps, meeting, self._state_for_others, self._invalidate_state, spare)
         # The ledger's files belong to one generation each.

@@ -167,3 +167,28 @@ def test_each_rank_may_have_data_of_its_own() -> None:
     assert ElasticBatchSampler(range(9), 2, rank=0, world_size=1).settings() == {}
     assert "epoch" not in FIFTY
     assert "drop_last" in ElasticDistributedSampler(range(9)).settings()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "differ"),
+    [
+        ({"best": 0.5, "seen": [1, 2]}, {"seen": [1, 2], "best": 0.5}, None),
+        ({"best": torch.ones(2), "kept": {1, 2}}, {"best": torch.ones(2), "kept": {2, 1}}, None),
+        ({"hidden": torch.zeros(2, 3), "n": 1}, {"hidden": torch.ones(2, 3), "n": 1}, "'hidden'"),
+        ({"sum": 1.0, "one": 1}, {"sum": 2.0}, "'one', 'sum'"),
+        ({"seen": [1] * 5000}, {"seen": [1] * 4999 + [2]}, "'seen'"),
+        ({"at": {"a": (1, [2])}}, {"at": {"a": (1, [3])}}, "'at'"),
+    ],
+)
+def test_values_of_one_rank_are_told_once(
+    caplog: pytest.LogCaptureFixture, here: dict[str, Any], there: dict[str, Any], differ: str | None
+) -> None:
+    """What differs between ranks would be replaced by another rank's on a newcomer, and nothing else would say so."""
+    states = [state(), state()]
+    for each, values in zip(states, (here, there), strict=True):
+        each.vars.update(values)
+    said = [each.var_digests() for each in states]
+    for _ in range(2):
+        states[0].warn_of_own_vars(said)
+    told = [f"loop.vars[{differ}] differ between ranks"] if differ else []
+    assert [each.getMessage().partition(":")[0] for each in caplog.records] == told
