@@ -128,6 +128,13 @@ class RngState:
             self.pass_evaluation(number, position)
         self.go_back(passed)
 
+    def take(self, states: dict[str, Any]) -> None:
+        """Go on from a result of `capture_raw`; in a head that runs once more, only behind it."""
+        if self._before_head is None:
+            restore(states)
+        else:
+            self._before_head = states
+
     def _end_head(self) -> None:
         if self._before_head is not None:
             restore(self._before_head)

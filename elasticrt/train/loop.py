@@ -744,11 +744,11 @@ class Loop:
         result = self._evaluate(partial(function, *args, **kwargs), getattr(function, "__name__", "evaluate"))
         if at_head:
             self._head_collectives += collectives.sequence_number() - before
-        # In a head that has run before, the state has its results already, as far as they can be saved.
-        if at_head and not self._tracker.head_repeats:
-            applied, position = self._state.applied, self._state.position
-            states = self._state.rng.pass_evaluation(len(applied.head_results), position)
-            applied.add_result(plain_result(result), states)
+            states = self._state.rng.pass_evaluation(self._tracker.head_evaluations, self._state.position)
+            self._tracker.head_evaluations += 1
+            # In a head that has run before, the state has its results already, as far as they can be saved.
+            if not self._tracker.head_repeats:
+                self._state.applied.add_result(plain_result(result), states)
         return result
 
     def _replay_result(self, *, at_head: bool) -> list[Any] | None:
@@ -765,9 +765,10 @@ class Loop:
         # The other ranks have passed this head, or all had before the restart: its evaluations return what they
         # returned then. If one is awaited, it stands behind the batches.
         if at_head and tracker.head_repeats and not made_again:
-            number, applied = tracker.next_head_evaluation(), self._state.applied
+            number, applied = tracker.head_evaluations, self._state.applied
             kept = applied.head_result(number)
             if kept is not None:
+                tracker.head_evaluations += 1
                 self._state.rng.skip_evaluation(number, applied.head_rng[number + 1], self._state.position)
             validation.check_head_result(comes_alone=kept is None and bool(self._world.seat_changes))
             return kept

@@ -37,6 +37,7 @@ class StepTracker:
         body_repeats: whether the body of `steps` runs once more as far as its block.
         at_head: whether the script is in the head of an epoch's body.
         head_repeats: whether that head has run before. Its effects are in the state then.
+        head_evaluations: how many evaluations the script has passed in that head.
         awaits_boundary: whether the step of `steps` counts already, and the boundary behind it is still to come.
         is_behind_block: whether the script has asked behind the block of a step that does not count yet how many steps
             are done. So the block has ended in order, and not by a `break` inside of it.
@@ -55,13 +56,12 @@ class StepTracker:
         self.was_undone = False
         self.body_repeats = False
         self.at_head = self.head_repeats = False
+        self.head_evaluations = 0
         # Whether the script has been at the end of the epoch's batches that a `break` has made.
         self.has_left = False
         self.awaits_boundary = False
         self.is_behind_block = False
         self.error: BaseException | None = None
-        # How many evaluations the script has come to once more in a head that repeats.
-        self._head_evaluations = 0
         # Whether `step()` has returned a block that no `with` has entered.
         self._requested = False
         # Whether the block of the present batch has ended without an exception.
@@ -134,13 +134,8 @@ class StepTracker:
             repeats: whether the head of that body has run before, and its effects are in the state.
         """
         # With `steps` the only epoch is the Loop's own, and no code of the script stands in its head.
-        self.at_head, self.head_repeats, self._head_evaluations = not self.draws_itself, repeats, 0
+        self.at_head, self.head_repeats, self.head_evaluations = not self.draws_itself, repeats, 0
         self.has_left = False
-
-    def next_head_evaluation(self) -> int:
-        """Note that the script comes once more to an evaluation in the head. Returns its number there, from 0."""
-        self._head_evaluations += 1
-        return self._head_evaluations - 1
 
     def end_head(self) -> bool:
         """Note that the head of the epoch's body is over. Returns whether that head had run before."""

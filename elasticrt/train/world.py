@@ -241,7 +241,7 @@ class World:
     def _restore_received_rng(self) -> None:
         """Go on with the random numbers of the state that this newcomer got. Does nothing on other ranks."""
         if self._received_rng:
-            rng_state.restore(self._received_rng)
+            self._state.rng.take(self._received_rng)
             self._received_rng = {}
 
     def _agree_on_result(self, number: int, result: Any) -> Any:

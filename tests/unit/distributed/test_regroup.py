@@ -205,6 +205,7 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     state.vars = variables
     undo = Undo(state, seeded=False)
     state.accumulates = accumulates
+    undo.begin_body()
     undo.note()
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()
@@ -226,8 +227,10 @@ def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     """A module may have other buffers than at the step before."""
     net = Net()
     undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
+    undo.begin_body()
     undo.note()
     net.register_buffer("late", torch.ones(1))
+    undo.begin_body()
     undo.note()
     net.late += 1
     undo.undo()
@@ -254,6 +257,7 @@ def test_a_step_that_communicates_late_is_undone(monkeypatch: pytest.MonkeyPatch
     undo.watch(lambda *_: undo.before_optimizer())
     for goal in (3, 5):
         undo.has_stepped = False
+        undo.begin_body()
         undo.note()
         before = {name: each.clone() for name, each in net.state_dict().items()}
         optimizer.step(closure)
