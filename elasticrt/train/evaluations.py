@@ -82,8 +82,9 @@ class Evaluations:
         self._begun: list[Evaluation] = []
         self.current = self.called = self.awaited = self.caught_up_at = 0
         self.made_again = range(0)
-        # The results of the evaluations that have ended, by number.
+        # The results of the evaluations that have ended, by number, and the generators' states behind them.
         self._results: dict[int, Any] = {}
+        self._rng_behind: dict[int, dict[str, Any]] = {}
         # How many of them the script has come to once more, see `replay`.
         self._replayed = 0
         # How many evaluations had begun at the boundary after the step; -1 until this process is there.
@@ -118,9 +119,9 @@ class Evaluations:
         return number in self._results, clone(self._results.get(number))
 
     def end(self, number: int, result: Any) -> None:
-        """Keep the `result` of evaluation `number`."""
+        """Keep the `result` of evaluation `number`, which has just ended."""
         # A copy, because the script may change what it has got.
-        self._results[number] = clone(result)
+        self._results[number], self._rng_behind[number] = clone(result), rng_state.capture_raw()
 
     def replay_from_first(self) -> None:
         """Note that a step was undone: the script may come once more to the evaluations since the step before."""
@@ -136,9 +137,12 @@ class Evaluations:
     def replay(self) -> tuple[bool, Any]:
         """Whether the next evaluation that the script comes to once more has its result here, and a copy of the result.
 
-        That evaluation must not be called: other ranks may be in the step already, and would miss its collectives.
+        That evaluation must not be called: other ranks may be in the step already, and would miss its collectives. The
+        random numbers go on as behind it.
         """
         self._replayed += 1
+        if self._replayed in self._rng_behind:
+            rng_state.restore(self._rng_behind[self._replayed])
         return self.result_of(self._replayed)
 
     @property
@@ -158,6 +162,7 @@ class Evaluations:
         """Forget all evaluations, because another step is done, or another rank's state was taken over."""
         self._begun.clear()
         self._results.clear()
+        self._rng_behind.clear()
         self.current = self.called = self.awaited = self.caught_up_at = 0
         self.made_again = range(0)
         self._begun_at_boundary = -1

@@ -231,6 +231,9 @@ class World:
         """
         if self.evaluations.awaited:
             self._undo.note_for_discard(whole=False)
+            # Where the others begin the body of a step once more, this script draws from there on what they draw.
+            if self._state.applied.has_body:
+                return
             self._received_rng = rng_state.capture_raw()
             # The others are in the head of an epoch's body, from which this rank's script begins. Else it comes to the
             # evaluations first of all. The rank that gave its state may not have come to these evaluations either.

@@ -185,8 +185,7 @@ def _script(dice: random.Random, more: random.Random) -> str:
     usable = way == "steps" and rate != "one cycle"  # LBFGS has no momentum for a cycle.
     has["closure"] = has["closure"] and usable and not (has["over blocks"] or has["two models"])
     has["swaps"] = has["swaps"] and has["average"]
-    # A step that is made again does not make the evaluation before its block, which draws as well.
-    has["draws early"] = has["draws early"] and not has["seed"] and not (way == "steps" and has["evaluates first"])
+    has["draws early"] = has["draws early"] and not has["seed"]
     has["goes on"] = has["goes on"] and not has["closure"]
     code = _Code()
     code.add(0, f"COUNTS = {int(way != 'micro')}" + HEAD)

@@ -118,7 +118,8 @@ def test_an_epochs_head_draws_the_same_numbers(tmp_path: Path, stop_at: int, see
 def test_the_code_before_a_block_draws_the_same_numbers_in_each_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fed: bool
 ) -> None:
-    """L5: and so does the code behind the block of a step that is undone, although it runs once more."""
+    """L5: and so does the code behind the block of a step that is undone, although it runs once more. An evaluation
+    before the block is not made again, but its numbers count as drawn."""
     drawn: dict[bool, list[float]] = {}
     for is_undone in (False, True):
         with under(Agent(), monkeypatch) if is_undone else nullcontext():
@@ -130,13 +131,13 @@ def test_the_code_before_a_block_draws_the_same_numbers_in_each_try(
 
             def train(loop: Loop, mine: list[float], model: nn.Module) -> None:
                 nonlocal to_undo
-                before = random.random()
+                loop._world.in_place.possible = True
+                before = random.random() if fed else loop.evaluate(random.random) + random.random()
                 with loop.step():
                     inside = random.random()
                     model(torch.ones(1, 1)).sum().backward()
                     if to_undo and loop.steps_done == 2:
                         to_undo = False
-                        loop._world.in_place.possible = True
                         monkeypatch.setattr(loop._world.in_place, "report_if_lost", lambda *_, **__: True)
                         monkeypatch.setattr(loop._world, "go_on", lambda: None)
                         raise RuntimeError("a lost peer")
