@@ -86,16 +86,20 @@ class _Position:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`. The current epoch keeps its position, so a resumed epoch is not repeated.
 
-        Raises ConfigError if the dataset has another length than when the sampler was made.
+        Raises ConfigError if the dataset has changed its length.
         """
-        if len(self._dataset) != self._samples:
-            got, expected = f"{len(self._dataset)} samples in epoch {epoch}", f"{self._samples}, as at first"
-            remedy = "Make the dataset with its last length, and skip in the step what an epoch is not to train"
-            what = "the dataset has changed its length"
-            raise ConfigError(what, self._where, got=got, expected=expected, remedy=remedy)
+        self.check_length()
         if whole_number(epoch, "epoch", self._where, 0) != self._epoch:
             self._epoch = epoch
             self._consumed = 0
+
+    def check_length(self) -> None:
+        """Raise ConfigError if the dataset has another length than when the sampler was made."""
+        if len(self._dataset) != self._samples:
+            got, expected = f"{len(self._dataset)} samples", f"{self._samples}, as at first"
+            remedy = "Make the dataset with its last length, and skip in the step what an epoch is not to train"
+            what = "the dataset has changed its length"
+            raise ConfigError(what, self._where, got=got, expected=expected, remedy=remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the settings that give it its meaning, as plain values."""

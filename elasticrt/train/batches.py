@@ -5,8 +5,10 @@ Also checks that loader and sampler belong together: the sampler counts the samp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed.signal_guard import sheltered
 from elasticrt.errors import CheckpointError, ConfigError, explain
+
+_log = logging.getLogger(__name__)
 
 AnySampler = ElasticBatchSampler | ElasticDistributedSampler | None
 
@@ -33,13 +37,24 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
             remedy = "Give it to Loop(sampler=...), too"
             raise ConfigError("the loader's sampler is not the Loop's", "batches", remedy=remedy)
     if sampler is None:
+        if loader.generator is not None:
+            _warn_of_generator()
         return
+    sampler.check_length()
     argument = "batch_sampler" if isinstance(sampler, ElasticBatchSampler) else "sampler"
     if getattr(loader, argument) is not sampler:
         remedy = f"Create it with DataLoader({argument}=sampler)"
         raise ConfigError("the loader does not use the Loop's sampler", "batches", remedy=remedy)
     if not loader.in_order:
         raise ConfigError("batches out of order", "batches", got="in_order=False", expected="in_order=True")
+
+
+@cache
+def _warn_of_generator() -> None:
+    """Once in a process."""
+    what = "a loader with a generator of its own: an epoch that is entered in its middle goes on in another order, and "
+    what += "trains other samples. Leave generator= out and seed torch's, or use ElasticBatchSampler"
+    _log.warning(what)
 
 
 def samplers_of(loader: DataLoader[Any]) -> tuple[object, ...]:

@@ -498,8 +498,12 @@ class World:
             pause_s=(time.monotonic_ns() - stepped_at_ns) / 1e9 if stepped_at_ns else None,
             steps_lost=max(0, steps_lost) if stepped_at_ns else 0,
         )
+        # What is drawn there must not shift the numbers of the steps, of which an undisturbed run has no fewer.
+        states = rng_state.capture_raw() if self.on_change else {}
         for call in self.on_change:
             call(change)
+        if states:
+            rng_state.restore(states)
         self._size_before = self.size
 
 

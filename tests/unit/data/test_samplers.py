@@ -80,8 +80,10 @@ def test_a_dataset_that_grows_is_refused():
     for sampler in (ElasticBatchSampler(data, 4), ElasticDistributedSampler(data)):
         sampler.set_epoch(1)
         data.append(12)
-        with pytest.raises(ConfigError, match=r"changed .*got 13 samples in epoch 2; expected 12, as at first"):
+        with pytest.raises(ConfigError, match=r"changed .*got 13 samples; expected 12, as at first"):
             sampler.set_epoch(2)
+        with pytest.raises(ConfigError, match="changed its length"):
+            sampler.check_length()
         data.pop()
 
 
