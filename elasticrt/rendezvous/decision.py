@@ -31,6 +31,7 @@ class Me:
         heard_generation: the newest generation that another agent has named while etcd did not answer here.
         failed_at: when workers of generation `started_generation` failed.
         standing_since: since when this node's steps have been standing still for longer than usual, or None.
+        saves: whether workers stand still for a save.
         starting: the workers have not come to their first step yet, and probably will.
         hold_revision: the create revision of the handover for which the workers hold, 0 for none.
         leave_after_step: the step after which the workers leave, 0 for none.
@@ -52,6 +53,7 @@ class Me:
     heard_generation: int = 0
     failed_at: float | None = None
     standing_since: float | None = None
+    saves: bool = False
     starting: bool = False
     hold_revision: int = 0
     leave_after_step: int = 0

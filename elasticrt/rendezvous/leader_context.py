@@ -39,6 +39,10 @@ DRAIN_SHARE = 0.4
 after which a node leaves without a handover. The worker that all wait for may only be busy, so it gets this share. The
 rest of the time is for ending workers that do not come out of the step, and for saving."""
 
+SAVING_SHARE = 0.9
+"""The same limit while the leader's workers are in a save, which another generation would end. To begin it once more
+would take no less time."""
+
 
 @dataclass(frozen=True)
 class LeaderContext:
@@ -92,18 +96,20 @@ class LeaderContext:
     def progress(self) -> Restarts:
         """How far the run has come, as the generation and the reported failures tell."""
         known = [entry.record.failure for entry in self.view.reports.values() if entry.record.status == "failed"]
+        failures = [failure for failure in known if failure is not None]
         return Restarts(
             step=self.view.head.record.reached if self.view.head else 0,
             # A newcomer that fails before its first step has counted no steps. The step that the last handover agreed
             # on stands in.
-            beats=max([self.generation.reached, *(failure.beats for failure in known if failure is not None)]),
+            beats=max([self.generation.reached, *(failure.beats for failure in failures)]),
+            loaded=max((failure.loaded for failure in failures), default=0),
         )
 
     @cached_property
     def has_progressed(self) -> bool:
         """Whether the run has made progress since the failure before; `restarts_after` says what counts as progress."""
         before, progress = self.generation.restarts, self.progress
-        further = progress.step > before.step or progress.beats > before.beats
+        further = progress.step > before.step or progress.beats > before.beats or progress.loaded > before.loaded
         return further or (progress.beats > 0 and self.now - self.generation_seen_at >= LONG_GENERATION_S)
 
     def has_reported(self, seat: Seat, status: str) -> bool:
@@ -146,7 +152,8 @@ class LeaderContext:
     @cached_property
     def drain_patience_s(self) -> float:
         """How long nodes that drain wait for a late worker before the leader gives its step up, in seconds."""
-        return DRAIN_SHARE * min(self.view.members[seat.node].record.drain_s for seat in self.draining_seats)
+        share = SAVING_SHARE if self.me.saves else DRAIN_SHARE
+        return share * min(self.view.members[seat.node].record.drain_s for seat in self.draining_seats)
 
     @cached_property
     def others_go_on(self) -> bool:
@@ -323,6 +330,8 @@ def leave_deadline(context: LeaderContext) -> float:
         context.others_go_on and standing_since is None
     ):
         return deadline
+    if context.me.saves:
+        return min(deadline, handover.since + context.drain_patience_s)
     # If the open step does not end, those that come out of it save the newest one that has.
     # A leader whose own worker is in a `loop.pause` sees no standstill.
     if context.others_go_on or standing_since is None:
@@ -533,8 +542,8 @@ def has_registered_since(entry: Stored[Member], verdict: Verdict) -> bool:
 
 
 LONG_GENERATION_S = 3600.0
-"""A generation that has made steps for this many seconds counts as progress: a script without a Loop may have made more
-steps in an earlier one, and go on from a snapshot of its own. A failure that comes at once does not last this long."""
+"""A generation that has made steps for this many seconds counts as progress, even if no newer snapshot was seen: not
+every script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
 
 
 def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
@@ -542,7 +551,9 @@ def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
 
     Progress is a new committed step, or a step further than at any failure before: survivors keep that step unsaved. A
     script without a Loop commits none. There a generation makes progress if it makes more optimizer steps than any
-    before, or lasts for LONG_GENERATION_S.
+    before, makes some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a
+    snapshot and stepping from it. The time of the newest snapshot only grows, and a snapshot that one worker both
+    writes and reads does not count.
 
     A worker that was killed after a step of its own is like a lost node: the others go on if they have the state, and
     no restart is spent. A worker that ends before its first step spends one, so this does not go on for ever either.
@@ -558,6 +569,7 @@ def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
         total=before.total + 1,
         step=reached.step,
         beats=max(reached.beats, before.beats),
+        loaded=max(reached.loaded, before.loaded),
         early=failure.early,
     )
 

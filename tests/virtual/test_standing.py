@@ -223,3 +223,21 @@ def test_the_end_after_a_hang_shows_everybodys_stacks(nodes: int) -> None:
     assert isinstance(ended, End)
     for name in world.members:
         assert f"on {name}:\n" in ended.result.text
+
+
+@pytest.mark.parametrize(("saves", "given_up_s"), [(False, 6.0), (True, 13.5)])
+def test_a_save_under_way_is_waited_for_as_long_as_the_nodes_have(saves: bool, given_up_s: float) -> None:
+    """L7: all nodes are told to leave in a run's last save, which another generation would end and begin once more."""
+    world = running(2)
+    began = world.now
+    for member in world.members.values():
+        record = member.me.record.model_copy(update={"ready": 1, "has_state": True, "drain_s": 15.0, "draining": True})
+        member.me, member.entered = replace(member.me, record=record, saves=saves), 51
+        # The workers hold, and do not come to the agreed step.
+        member.report = lambda status, *args, report=member.report, **more: (
+            report(status, *args, ready=1, has_state=True, **more) if status != "held" else None
+        )
+    while world.generations() == [1]:
+        world.pass_time(0.25)
+        assert world.now < began + 60.0
+    assert world.now - began == pytest.approx(given_up_s, abs=1.0)
