@@ -185,6 +185,7 @@ class Supervisor:
             report=state.report(kept=kept, **living) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
+            saves=any(page.halted_ns for page in self.pages.of_seated(state)),
             standing_since=self.hangs.steps.detector.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
             starting=(self._pending is not None and not self.pages.is_building(state)) or self.progress.starting(now),
@@ -250,7 +251,7 @@ class Supervisor:
             self.hangs.ask_if_stalled(now)
         cause, failed_at = first_cause(self._state.failures, ()), self._state.failed_at
         if unagreed and cause is not None and failed_at is not None and not self._state.hung:
-            self.hangs.search.report_unagreed(now, failed_at, cause, unagreed)
+            self.hangs.search.report_unagreed(now, failed_at, cause, self.progress.reached, unagreed)
         self._look_for_laggards(now, elsewhere)
         self.hangs.search.renew_answer(now, self.progress.own_s)
 

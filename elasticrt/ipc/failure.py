@@ -48,6 +48,7 @@ class Failure:
         early: a digest of the error and its place if it came before the first step; otherwise "". An error that comes
             twice there will come again.
         beats: steps of the run that the worker had finished; in a script without a Loop, its optimizer steps.
+        loaded: when the snapshot was written from which the worker made them, in microseconds since the epoch; or 0.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Failure:
     killed: bool = False
     early: str = ""
     beats: int = 0
+    loaded: int = 0
 
     __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  How records read it; pydantic's own word.
 
@@ -68,7 +70,7 @@ class Failure:
         """Cut the texts, and check the numbers and the digest."""
         object.__setattr__(self, "summary", cut(self.summary, SUMMARY_MAX_BYTES))
         object.__setattr__(self, "text", cut(self.text, TEXT_MAX_BYTES))
-        if not all(0 <= number <= COUNT_MAX for number in (self.rank, self.beats)):
+        if not all(0 <= number <= COUNT_MAX for number in (self.rank, self.beats, self.loaded)):
             raise ValueError("a number is negative or too large")
         if not _EARLY.fullmatch(self.early):
             raise ValueError("early is no digest")

@@ -49,6 +49,8 @@ class StatusPage(ctypes.Structure):
             waits for the loader's first batch; 0 while saving, in a pause, between epochs and outside of a Loop.
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended.
         first_beat_at_ns: when the first of these ended.
+        loaded: the modification time of the newest file that `torch.load` read before the first beat, in microseconds
+            since the epoch; see `bootstrap.optimizer_heartbeat`.
         begun_at_ns: when the script began, and with it the wait for the first beat.
         building: 1 while the worker prepares data: the next generation waits on this node until that is done.
         looks: the number of stacks that the worker has written at the agent's `messages.ShowStack`. Each replaces the
@@ -93,6 +95,7 @@ class StatusPage(ctypes.Structure):
     beat_at_ns: int
     first_beat_at_ns: int
     begun_at_ns: int
+    loaded: int
     building: int
     in_place: int
     looks: int

@@ -223,21 +223,20 @@ class CulpritSearch:
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             self._report(now, replace(culprit, step=min(each.step for each in self.positions)))
 
-    def report_unagreed(self, now: float, failed_at: float, failure: Failure, why: str) -> None:
+    def report_unagreed(self, now: float, failed_at: float, failure: Failure, step: int, why: str) -> None:
         """Report once that the nodes cannot agree on a generation after a loss. Otherwise they would seem to train.
 
         Args:
             now: seconds of the monotonic clock.
             failed_at: when workers of this node have failed, or have lost their group.
             failure: that failure.
+            step: the last step of this node's workers.
             why: why no generation can be agreed.
         """
         if now - failed_at >= CLOSER_S:
-            # The detector does not look at the steps after a failure.
-            step = max(map(step_of, self._workers.pages()), default=self._steps.detector.step)
             self._last_at = self._last_at or failed_at
             # Workers that have only lost their group do not know which worker was the first.
-            what = f"a worker of another node is lost ({failure.summary})" if failure.collateral else failure.summary
+            what = f"another node has lost a worker, and {failure.summary}" if failure.collateral else failure.summary
             self._report(now, Culprit((), (), f"{what}, and no new generation can be agreed: {why}", step=step))
 
     def adopt_finding(self, now: float, answer: Mapping[str, object]) -> None:

@@ -211,6 +211,8 @@ class Restarts(BaseModel):
         total: all failures of this attempt.
         step: the head's step at the last failure.
         beats: the most steps that any failure has told of by then (see `Failure`).
+        loaded: when the newest snapshot was written that a failed worker had gone on from, in microseconds since the
+            epoch.
         early: `Failure.early` of the last failure, "" if it came after the first step.
     """
 
@@ -219,6 +221,7 @@ class Restarts(BaseModel):
     total: Count = 0
     step: Count = 0
     beats: Count = 0
+    loaded: Count = 0
     early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
 
 

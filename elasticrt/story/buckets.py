@@ -97,6 +97,13 @@ class _Mark:
     seconds: Mapping[str, float]
     under_way: str
 
+    def moved(self, at: float) -> _Mark:
+        """The mark as it is at another time: what is under way has lasted until then."""
+        spent = dict(self.seconds)
+        if self.under_way:
+            spent[self.under_way] = max(0.0, spent[self.under_way] + at - self.at)
+        return replace(self, at=at, seconds=spent)
+
 
 class LifeSpans:
     """The spans of one agent's life.
@@ -278,11 +285,11 @@ class LifeSpans:
         chapter, mark = self._chapter, self._mark
         last = min(at, chapter.failed_at, self._failed_at)
         # A pause or a save lasts until a step is known.
-        if mark is not None and mark.under_way and chapter.last_step <= mark.step and mark.at < last:
-            spent_s = mark.seconds[mark.under_way] + last - mark.at
-            self._mark = replace(mark, at=last, seconds={**mark.seconds, mark.under_way: spent_s})
+        lasts = mark is not None and bool(mark.under_way) and chapter.last_step <= mark.step
+        if mark is not None and lasts and mark.at < last:
+            self._mark = mark.moved(last)
         if chapter.end < last:
-            self._turn(chapter.last_step_at or chapter.end, DETECT)
+            self._turn(chapter.end if lasts else chapter.last_step_at or chapter.end, DETECT)
             self._turn(chapter.end, STANDBY)
         self._turn(last, AGREE)
 
@@ -327,7 +334,8 @@ class LifeSpans:
         last = self._parts[-1]
         for part, until in zip(self._parts, [*(each.begin for each in self._parts[1:]), end], strict=True):
             if part.bucket == TRAIN and self._mark is not None:
-                self._paint_training(min(self._mark.at, until), self._mark.seconds)
+                mark = self._mark.moved(until) if self._mark.at > until else self._mark
+                self._paint_training(mark.at, mark.seconds)
             if part.bucket == TRAIN:
                 self._paint_training(until, self._painted)
                 continue

@@ -95,7 +95,7 @@ class Remains:
         log_path: the file with the whole error output; "" if it is not kept.
         step: the last global step that the worker is known to have finished.
         stepped: whether the worker has made a step; None if that is unknown.
-        beats: as in `Failure`.
+        beats, loaded: as in `Failure`.
         start_error: why the worker could not be started; "" if it was.
         lost: why the worker parent ended, if the worker ended with it.
         oom: whether the kernel's count of processes killed for memory went up while the worker ran.
@@ -108,6 +108,7 @@ class Remains:
     step: int | None = None
     stepped: bool | None = None
     beats: int = 0
+    loaded: int = 0
     start_error: str = ""
     lost: str = ""
     oom: bool = False
@@ -167,6 +168,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         killed=left.code < 0 and bool(left.stepped) and not collateral,
         early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,
+        loaded=left.loaded,
     )
 
 
@@ -285,7 +287,12 @@ def failure_of_node(failures: Sequence[Failure], ended: Sequence[str] = ()) -> F
     for each in failures:
         if each is not cause and not each.stalled:
             lines.append(f"  {'collateral' if each.collateral else 'also'}: {cut(each.summary, 200)}")
-    return replace(cause, text="\n".join(lines), beats=max(each.beats for each in failures))
+    return replace(
+        cause,
+        text="\n".join(lines),
+        beats=max(each.beats for each in failures),
+        loaded=max(each.loaded for each in failures),
+    )
 
 
 def _how_it_ended(left: Remains, found: Raised, message: str) -> str:

@@ -363,6 +363,7 @@ class WorkerIO:
         worker.ended = True
         env, failure = worker.env, None
         if code != 0:
+            pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
             left = Remains(
                 code,
                 # Without an exception there is no error file, and the text is empty.
@@ -372,6 +373,7 @@ class WorkerIO:
                 step=worker.page.step or None,
                 stepped=_stepped(worker),
                 beats=worker.page.step if worker.page.entered else worker.page.beats,
+                loaded=max((page.loaded for page in pages if page.beats), default=0),
                 start_error=start_error,
                 lost=lost,
                 oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,

@@ -221,6 +221,29 @@ def test_steps_before_a_join_are_progress(reached: tuple[int, ...], node: str, e
     assert ended == ([] if sorted(set(reached)) == list(reached) else [1, 1])
 
 
+@pytest.mark.parametrize(
+    ("loaded", "survives"),
+    [
+        ((0, 1, 2, 3, 4), True),  # The first life has nothing to go on from.
+        ((1, 2, 3, 4, 5), True),
+        ((1, 1, 1, 2, 2, 2, 3), True),
+        ((0, 0, 0, 0), False),
+        ((7, 7, 7, 7), False),
+        ((0, 7, 7, 7, 7), False),
+        ((7, 3, 7, 3), False),  # Several old ones in turn: nobody has written one since.
+        ((7, 0, 7, 0), False),
+    ],
+)
+def test_steps_from_a_newer_snapshot_are_progress(loaded: tuple[int, ...], survives: bool) -> None:
+    """S13: without a Loop, steps from a newer snapshot than ever before give the restarts back; older ones do not."""
+    world = running(2)
+    for written in loaded:
+        world.members["n1"].fail(beats=3, loaded=written)
+        world.settle()
+    ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert ended == ([] if survives else [1, 1])
+
+
 def test_the_end_names_the_cause_behind_a_collateral_failure() -> None:
     """W13: the restarts are spent by workers that were lost on their way from a failure into the next generation."""
     world = running(2)

@@ -140,7 +140,9 @@ class VirtualMember:
             failed_at=self.world.clock() if status == "failed" else None,
         )
 
-    def fail(self, *, collateral: bool = False, final_code: int = 0, beats: int = 0, early: str = "") -> None:
+    def fail(
+        self, *, collateral: bool = False, final_code: int = 0, beats: int = 0, loaded: int = 0, early: str = ""
+    ) -> None:
         """This node's workers have failed."""
         rank = self.ran[-1][1].rank_offset
         self.report(
@@ -152,6 +154,7 @@ class VirtualMember:
                 final_code=final_code,
                 summary=f"rank {rank} on {self.name}",
                 beats=beats,
+                loaded=loaded,
                 early=early,
             ),
         )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import os, torch
+import io, os, pickle, sys, tempfile, torch
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.bootstrap import optimizer_heartbeat as pulse
@@ -32,6 +32,39 @@ def step():
 
 
 assert (page.beats, page.beat_at_ns) == (0, 0)
+with tempfile.TemporaryDirectory() as directory:
+
+    def written(name, at_s):
+        path = os.path.join(directory, name)
+        torch.save({"name": name}, path)
+        if at_s:
+            os.utime(path, (at_s, at_s))
+        return path
+
+    def load(file, **options):
+        assert torch.load(file, **options).keys() == {"name"}
+        return page.loaded / 10**6
+
+    old, new, own = written("old", 1000), written("new", 2000), written("own", 0)
+    assert load(io.BytesIO(open(new, "rb").read())) == 0  # It has no name.
+    assert load(own) == 0  # This life has written it.
+    if os.fork() == 0:
+        load(new)
+        os._exit(0)
+    os.wait()
+    assert page.loaded == 0
+    assert load(old) == 1000
+    with os.fdopen(os.open(new, os.O_RDONLY), "rb") as file:
+        assert load(file, map_location="cpu") == 2000
+    assert load(old) == 2000
+    try:
+        torch.load(os.path.join(directory, "none"))
+        sys.exit("it is there")
+    except FileNotFoundError:
+        assert pickle.loads(pickle.dumps(torch.load)) is torch.load
+    step()
+    assert load(written("late", 3000)) == 2000  # Steps have been made without it.
+    page.beats = 0
 step()
 first = page.beat_at_ns
 assert 0 < page.begun_at_ns < first
@@ -45,8 +78,8 @@ assert page.beats == 4
 """
 
 
-def test_steps_of_optimizers_are_seen_and_those_of_forks_are_not() -> None:
-    """L5: a script that knows nothing of us is seen to move; what its forks do is not seen."""
+def test_steps_of_optimizers_and_what_was_loaded_before_them_are_seen_and_those_of_forks_are_not() -> None:
+    """L5: a script that knows nothing of us is seen to go on from a file and to move; what its forks do is not seen."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -157,7 +157,7 @@ def test_processor_time_is_of_whole_sessions():
         (Failure(1, -9, False, "rank 1 on n1: killed"), "rank 1 on n1: killed"),
         (
             Failure(0, 1, True, "rank 0 on n0: lost its process group"),
-            "a worker of another node is lost (rank 0 on n0: lost its process group)",
+            "another node has lost a worker, and rank 0 on n0: lost its process group",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_loss_after_which_nothing_can_be_agreed_is_told_once(tmp_path: Path, f
     page.step, page.step_at_ns, page.entered, page.stepping = 5, int((now - 0.5) * 1e9), 6, 1
     monitor.search.look_closer(now, ask_s=[])
     for after_s in (1.0, 2.9, 3.0, 3.5, 60.0):
-        monitor.search.report_unagreed(now + after_s, now, failure, "etcd does not answer")
+        monitor.search.report_unagreed(now + after_s, now, failure, 5, "etcd does not answer")
     said = f"{what}, and no new generation can be agreed: etcd does not answer"
     assert kept == [events.Culprit(2, 5, 3.5, (), (), said)]
 

@@ -320,3 +320,19 @@ def test_a_long_series_is_thinned_out_evenly(count):
     assert len(series) <= 8 or count == 0
     assert series[-1:] == [count - 1] * (count > 0)
     assert len({after - before for before, after in pairwise(series[:-1])}) <= 1
+
+
+def test_a_hang_behind_the_training_takes_nothing_from_it():
+    """Two nodes train until 8 s and do not end. One hears of the next generation after the other; both have trained."""
+    hangs = []
+    for node, rank in (("a", 0), ("b", 1)):
+        culprit = events.Culprit(1, 60, 5.0, (rank,), (node,), f"rank {rank} has not ended")
+        pauses = [(at, events.Progress(1, 60, 0.0, 0.0, at - 8.0, pausing=True)) for at in (9.0, 14.0, 20.0)]
+        hangs += [(8.0, node, events.Step(1, 60, 0, {})), *((at, node, each) for at, each in pauses)]
+        hangs += [(13.0, node, culprit), (20.0, node, events.Stalled(1, 60, 12.0, True, {str(rank): ("x",)}))]
+    hangs += [(20.25, "a", begun(2, "ab", "failure")), (20.5, "b", begun(2, "ab", "failure"))]
+    told = story(sorted([*THREE_STEPS, *hangs], key=lambda entry: entry[0]))
+    for node, spans in told.spans_by_node().items():
+        spent = totals(spans)
+        assert spent["train"] == pytest.approx(4.0, abs=0.3), node
+        assert spent["pause"] == pytest.approx(12.0, abs=0.5), node
