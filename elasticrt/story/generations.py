@@ -245,6 +245,10 @@ class Chapter:
         # Until the first step agents may be silent for long, while worker parents start for example.
         if silent_since is None or not self.last_step:
             return
+        # That step was done before the silence, and no event had told of it. The next one ends the silence.
+        if at - silent_since <= FROZEN_S:
+            self.silent_since = at
+            return
         made, speed = step - self.last_step, self.speed
         since = silent_since + (made / speed if speed else 0.0)
         if at - since > FROZEN_S and (speed or made == 1) and self.standstill is None:

@@ -226,6 +226,15 @@ def test_frozen_agents_do_not_train(step, frozen_s):
         assert totals(spans)["train"] == pytest.approx(66.0 - frozen_s)
 
 
+def test_a_step_from_before_a_silence_does_not_end_it():
+    """The first event after it tells of the last step before it, of which no event had told."""
+    woken = [(68.0, node, replace(progress(42), age_s=59.9)) for node in "ab"]
+    woken += [(68.5, "a", events.Step(1, 43, 0, {})), *((70.0, node, progress(58)) for node in "ab")]
+    told = story([*PACED, *((8.0, node, progress(41)) for node in "ab"), *woken])
+    for spans in told.spans_by_node(70.0).values():
+        assert totals(spans).get("detect", 0.0) == pytest.approx(60.0, abs=0.5)
+
+
 def test_a_long_start_is_no_standstill():
     """Before the first step agents may have nothing to tell for long."""
     late = [(at + (at >= 4.0) * 60.0, node, event) for at, node, event in THREE_STEPS]
