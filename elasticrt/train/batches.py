@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.distributed import collectives
 from elasticrt.distributed.signal_guard import sheltered
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
@@ -52,6 +53,8 @@ def check_loader(loader: object, sampler: AnySampler) -> None:
 @cache
 def _warn_of_generator() -> None:
     """Once in a process."""
+    if collectives.rank_and_world()[0]:
+        return
     what = "a loader with a generator of its own: an epoch that is entered in its middle goes on in another order, and "
     what += "trains other samples. Leave generator= out and seed torch's, or use ElasticBatchSampler"
     _log.warning(what)

@@ -319,7 +319,9 @@ class TrainingState:
 def _as_bytes(value: Any) -> bytes:
     """Equal bytes for equal values of `vars`. Of a large value only a part is looked at."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().flatten()[:DIGEST_ITEMS].cpu().view(torch.uint8)
+        if value.layout != torch.strided or value.is_quantized:
+            return f"{value.dtype}{tuple(value.shape)}".encode()
+        plain = value.detach().flatten()[:DIGEST_ITEMS].cpu().resolve_conj().resolve_neg().view(torch.uint8)
         return f"{value.dtype}{tuple(value.shape)}".encode() + bytes(plain.tolist())
     if isinstance(value, dict):
         return b"".join(b"{" + _as_bytes(key) + b":" + _as_bytes(each) for key, each in value.items()) + b"}"

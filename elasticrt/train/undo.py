@@ -62,8 +62,9 @@ class _Beginning(NamedTuple):
 class Undo:
     """The open step of one Loop, and the way back to where the step began.
 
-    Noted at the beginning of each step: buffers, gradients, random numbers, `loop.vars`, the states of the script's own
-    objects, and which modules are in training mode or frozen.
+    Noted at the beginning of each step: buffers, gradients, `loop.vars`, the states of the script's own objects, and
+    which modules are in training mode or frozen. Random numbers are noted where the script's code for the step begins,
+    which may be before the block.
 
     Not noted: the values of parameters, and the states of optimizers. A rank whose optimizer has stepped in an undone
     step gets them from another rank. There are two exceptions:

@@ -24,6 +24,7 @@ from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save, Step
 from elasticrt.ipc.status_page import FIRST_BATCH, STACKS_SIGNAL, StatusPage
+from elasticrt.train import batches
 from elasticrt.train.weighting import Weighting
 from tests.fake_worker import Agent, under
 
@@ -658,6 +659,31 @@ def test_behind_the_last_loop_the_training_is_over(tmp_path):
     for _ in Run(tmp_path / "next").loop.epochs(1):
         assert (page.over, page.pausing_ns) == (0, 0)
         assert page.pause_ns - before_ns >= behind_ns
+
+
+def test_what_on_change_draws_shifts_nothing(tmp_path):
+    """It is called once more in each generation, which an undisturbed run has not."""
+    drawn = []
+    for calls in (0, 3):
+        run = Run(tmp_path / str(calls))
+        for _ in range(calls):
+            run.loop.on_change(lambda _: torch.rand(3))
+        torch.manual_seed(5)
+        for _ in run.loop.epochs(1):
+            drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_loader_with_its_own_generator_is_warned_of_once(tmp_path, caplog):
+    """Nobody restores it, so an epoch that is entered in its middle would go on in another order."""
+    batches._warn_of_generator.cache_clear()
+    data = TensorDataset(torch.zeros(8, 1))
+    for name in "ab":
+        loop = Loop(tmp_path / name)
+        for _ in loop.epochs(1):
+            for _batch in loop.batches(DataLoader(data, 4, shuffle=True, generator=torch.Generator())):
+                pass
+    assert [each.getMessage()[:26] for each in caplog.records] == ["a loader with a generator "]
 
 
 def test_restoring_begins_with_the_loop(tmp_path):

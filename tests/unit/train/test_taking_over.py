@@ -192,3 +192,12 @@ def test_values_of_one_rank_are_told_once(
         states[0].warn_of_own_vars(said)
     told = [f"loop.vars[{differ}] differ between ranks"] if differ else []
     assert [each.getMessage().partition(":")[0] for each in caplog.records] == told
+
+
+def test_tensors_without_plain_numbers_have_a_digest() -> None:
+    """Whatever may be in `vars`, a change of the membership does not fail for it."""
+    odd = [torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj(), torch.ones((), dtype=torch.bfloat16)]
+    odd += [torch.tensor([True]), torch.zeros(0)]
+    own = state()
+    own.vars.update({f"v{number}": each for number, each in enumerate(odd)})
+    assert own.var_digests().keys() == own.vars.keys()
