@@ -436,7 +436,8 @@ class Loop:
         # The effects of the body before its block are in the state already, and this body runs once more.
         if self._state.applied.has_body and not self._undo.open:
             self._undo.note_for_discard(whole=False)
-        if not self._undo.open:
+        # A script that makes its steps without blocks has nothing to undo.
+        if not self._undo.open and (self._tracker.uses_blocks or self._tracker.untrained_batches is not None):
             self._undo.begin_body()
         self._begin_batch(share)
         self._tracker.has_batch = True

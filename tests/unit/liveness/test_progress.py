@@ -87,13 +87,19 @@ def test_what_a_script_does_before_its_loop_is_no_restoring() -> None:
     assert "loop" not in second
 
 
-def test_the_last_step_is_told_when_no_other_follows() -> None:
-    """Once, with its age and whether it is followed by a pause."""
+def after_one_step() -> tuple[StatusPage, Kept, Second, Progress]:
+    """One worker has made the first step of generation 1: its page, the events, the clock, and its progress."""
     page, kept, clock = StatusPage(-1), Kept(), Second()
     progress = Progress(lambda: [page], kept, clock)
     progress.replaced(1)
     page.entered = 1
     progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    return page, kept, clock, progress
+
+
+def test_the_last_step_is_told_when_no_other_follows() -> None:
+    """Once, with its age and whether it is followed by a pause."""
+    page, kept, clock, progress = after_one_step()
     clock.at = 10
     progress.look(1, 10.0)
     page.finished(7, 10 * SECOND)
@@ -107,11 +113,7 @@ def test_the_last_step_is_told_when_no_other_follows() -> None:
 
 def test_a_save_under_way_counts() -> None:
     """The last one of a run may take minutes, in which no step tells of it."""
-    page, kept, clock = StatusPage(-1), Kept(), Second()
-    progress = Progress(lambda: [page], kept, clock)
-    progress.replaced(1)
-    page.entered = 1
-    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    page, kept, clock, progress = after_one_step()
     with page.halted():
         page.halted_ns = 12 * SECOND
         clock.at = 15
