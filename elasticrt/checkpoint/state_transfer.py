@@ -117,10 +117,13 @@ def transfer_state(
     state: Callable[[], dict[str, Any]],
     overwrites: Callable[[], None],
     spare: SpareTensors | None = None,
-) -> dict[str, Any] | None:
+    *,
+    says: object = None,
+) -> tuple[dict[str, Any] | None, list[tuple[int, Any]]]:
     """Agree on the furthest state, and send or receive it. Collective.
 
-    Returns the state that this rank has received and has to take over; None if it is among the furthest ranks.
+    Returns the state that this rank has received and has to take over, None if it is among the furthest ranks; and by
+    rank the `mine` and the `says` of all ranks.
 
     Args:
         mine: the last step that this rank has finished; -1 without the whole state of a step.
@@ -131,6 +134,7 @@ def transfer_state(
             has arrived. A rank with a whole state receives into other memory first, where there is room, and so loses
             nothing if the sender dies.
         spare: memory for what this rank's own state lacks.
+        says: what the other ranks are to know of this one besides, as JSON has it.
 
     Raises RuntimeError when the state does not arrive as it was sent; DistNetworkError when a rank is lost, or no rank
     has a state; Overtaken when another generation has begun.
@@ -140,32 +144,33 @@ def transfer_state(
         own = meeting.store.address
         # Each rank says the last step that it has finished, and where it listens.
         listening = stack.enter_context(proc.listening(own))
-        said = json.dumps([mine, own, listening.getsockname()[1]])
-        peers = [json.loads(each) for each in meeting.gather("standing", said)]
-        order = chain([step for step, *_ in peers], [address for _, address, _ in peers])
+        standing = json.dumps([mine, says, own, listening.getsockname()[1]])
+        peers = [json.loads(each) for each in meeting.gather("standing", standing)]
+        said = [(step, words) for step, words, *_ in peers]
+        order = chain([step for step, _ in said], [address for *_, address, _ in peers])
         if not order:
             # The same error as for a peer that is lost meanwhile: this process waits for what the agents decide.
             raise dist.DistNetworkError("connection closed by peer: no rank of this generation has a training state")
         # Every rank computes the same order. A rank outside of the chain is as far as the sender.
         if meeting.rank not in order:
-            return None
+            return None, said
         place = order.index(meeting.rank)
         rank_before = order[place - 1] if place else None
         rank_behind = order[place + 1] if place + 1 < len(order) else None
         here = _ChainPlace()
         # Connect before accepting. The socket of the rank before listens already, so no cycle of waits can arise.
         if rank_before is not None:
-            here.before = stack.enter_context(_connected(tuple(peers[rank_before][1:]), meeting))
+            here.before = stack.enter_context(_connected(tuple(peers[rank_before][2:]), meeting))
         if rank_behind is not None:
             here.behind = stack.enter_context(_accepted(listening, rank_behind, meeting))
         device = group_transport.device()
         if device is not None:
             here.transport = GroupTransport(device, rank_before, rank_behind, STALL_S, meeting.over)
         if here.before is not None:
-            return _receive(state(), spare or SpareTensors(), here, overwrites, keeps=mine >= 0)
+            return _receive(state(), spare or SpareTensors(), here, overwrites, keeps=mine >= 0), said
         if here.behind is not None:
             _send(state(), here.behind, here.transport)
-    return None
+    return None, said
 
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:

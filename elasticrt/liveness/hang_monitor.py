@@ -138,12 +138,11 @@ class HangMonitor:
             self._idle_look_at = now + LOOK_IDLE_S
             used_s = self._workers.cpu_s(left.values())
             before = self._idle or IdleWorkers(now, used_s, now)
-            limit_s = self._hang_s * (END_FACTOR if is_over else 1.0)
-            self._idle = before.looked(used_s, now, limit_s, may_work=is_over)
+            who = " and ".join(ended) or _TRAINING
+            self._idle = before.looked(used_s, now, self._hang_s * _times_hang_timeout(who), may_work=is_over)
             over = self._idle.is_over and not before.is_over
             if over or (self._idle.is_reported and not before.is_reported):
                 age_s = now - (before.idle_since if over else before.since)
-                who = " and ".join(ended) or _TRAINING
                 # A rank that works, such as one that evaluates alone, is no reason for the others to complain of it.
                 self._is_idle = now - self._idle.idle_since > SAY_AFTER_S / 2
                 self._workers.ask_for_stacks(
@@ -175,10 +174,9 @@ class HangMonitor:
         if stacks.final:
             self._write(stacks, lines, step)
         if self._hang_s:
-            limit_s, times = self._hang_s, ""
-            if stacks.ended == _TRAINING:
-                limit_s, times = limit_s * END_FACTOR, f"{END_FACTOR:g} x "
-            bound = f" (it is ended after doing nothing for {limit_s:g} s: {times}--hang-timeout)"
+            times = _times_hang_timeout(stacks.ended)
+            by = "--hang-timeout" if times == 1 else f"{times:g} x --hang-timeout"
+            bound = f" (it is ended after doing nothing for {times * self._hang_s:g} s: {by})"
         what = "has done nothing since" if stacks.final else f"still runs{bound}"
         for rank, each in lines.items():
             self._workers.say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
@@ -205,6 +203,11 @@ class HangMonitor:
         by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
         age_s = round(stacks.age_s, 3)
         self._workers.event_log.write(events.Stalled(stacks.generation, step, age_s, stacks.final, by_rank))
+
+
+def _times_hang_timeout(ended: str) -> float:
+    """How many times --hang-timeout workers may do nothing after `ended` has ended."""
+    return END_FACTOR if ended == _TRAINING else 1.0
 
 
 def where(lines: Sequence[str]) -> str:

@@ -19,8 +19,7 @@ If nodes are missing for a step, the survivors make it alone, before they wait f
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from elasticrt.checkpoint import rng_state
@@ -40,8 +39,8 @@ class Evaluation(NamedTuple):
     rng_states: dict[str, Any]
 
 
-class _Standing(NamedTuple):
-    """What a rank says of itself when it meets the others.
+class Standing(NamedTuple):
+    """What a rank says of itself when it meets the others. By default: a rank that has taken over another one's state.
 
     Attributes:
         begun: how many evaluations it has begun.
@@ -51,11 +50,11 @@ class _Standing(NamedTuple):
         is_newcomer: whether it has made no step with the others.
     """
 
-    begun: int
-    current: int
-    called: int
-    begun_at_boundary: int
-    is_newcomer: bool
+    begun: int = 0
+    current: int = 0
+    called: int = 0
+    begun_at_boundary: int = -1
+    is_newcomer: bool = False
 
 
 _BEFORE_NEWCOMER = Evaluation(bool, {})
@@ -167,28 +166,22 @@ class Evaluations:
         self.made_again = range(0)
         self._begun_at_boundary = -1
 
-    def standing(self, *, is_newcomer: bool) -> str:
-        """What this rank says of itself when it meets the others, as JSON for `decide`.
+    def standing(self, *, is_newcomer: bool) -> Standing:
+        """What this rank says of itself when it meets the others.
 
         Args:
             is_newcomer: whether this rank has made no step with the others.
         """
-        begun = len(self._begun)
-        return json.dumps(_Standing(begun, self.current, self.called, self._begun_at_boundary, is_newcomer))
+        return Standing(len(self._begun), self.current, self.called, self._begun_at_boundary, is_newcomer)
 
     @staticmethod
-    def is_before_boundary(standings: Iterable[str]) -> bool:
-        """Whether a rank is in an evaluation from before the boundary, which only ranks that live on can make again.
-
-        Args:
-            standings: what each rank has said, see `standing`.
-        """
-        ranks = [_Standing(*json.loads(each)) for each in standings]
+    def is_before_boundary(ranks: Sequence[Standing]) -> bool:
+        """Whether one of `ranks` is in an evaluation from before the boundary, which only survivors can make again."""
         at_boundary = max(rank.begun_at_boundary for rank in ranks)
         # A rank that has not come to the boundary says -1, so the largest number is right if any rank was there.
         return any(rank.current and (at_boundary < 0 or rank.current <= at_boundary) for rank in ranks)
 
-    def decide(self, standings: Sequence[str], *, is_newcomer: bool) -> range:
+    def decide(self, ranks: Sequence[Standing], *, is_newcomer: bool) -> range:
         """Decide what is made again. Returns the numbers of the evaluations that this rank makes again at once.
 
         These are ended here. The one that this rank is in, if any, it makes again after them.
@@ -197,15 +190,14 @@ class Evaluations:
         again. All are forgotten then, so that `current` is 0 afterwards.
 
         Args:
-            standings: what each rank has said, see `standing`. All ranks get the same, and so decide alike.
+            ranks: what each rank has said. All ranks get the same, and so decide alike.
             is_newcomer: whether this rank is a newcomer.
         """
-        ranks = [_Standing(*json.loads(each)) for each in standings]
         # The first evaluation that a rank is in, 0 for none; and how many the rank that is furthest has begun.
         first = min((rank.current for rank in ranks if rank.current), default=0)
         most = max(rank.begun for rank in ranks)
         if any(rank.is_newcomer for rank in ranks):
-            if self.is_before_boundary(standings):
+            if self.is_before_boundary(ranks):
                 self.forget()
                 return range(0)
             at_boundary = max(0, *(rank.begun_at_boundary for rank in ranks))

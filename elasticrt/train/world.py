@@ -12,7 +12,6 @@ loses a rank is made again in the same way as a step (`evaluations`).
 from __future__ import annotations
 
 import io
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from elasticrt.checkpoint import rng_state, state_transfer, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.distributed import agent_client, collectives, handover, regroup
 from elasticrt.errors import ConfigError
-from elasticrt.train.evaluations import Evaluations
+from elasticrt.train.evaluations import Evaluations, Standing
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
@@ -169,10 +168,7 @@ class World:
             if meeting is None:
                 continue
             try:
-                self._arrive(meeting)
-                # After `_arrive`, which forgets the evaluations of a rank that has taken over another one's state.
-                standing = self.evaluations.standing(is_newcomer=is_newcomer)
-                standings = meeting.gather("evaluations", standing)
+                standings = self._arrive(meeting, is_newcomer=is_newcomer)
                 self.waits = self.in_place.worker.waits
                 if self.waits and not self.evaluations.is_before_boundary(standings):
                     self._report_waiting()
@@ -385,22 +381,31 @@ class World:
         if not self._undo.undo():
             self._invalidate_state()
 
-    def _arrive(self, meeting: regroup.Meeting) -> None:
+    def _arrive(self, meeting: regroup.Meeting, *, is_newcomer: bool) -> list[Standing]:
         """Agree with the ranks of a new generation on the furthest state, and go on from there. Collective.
+
+        Returns how far each rank is with the evaluations since the last step.
 
         Args:
             meeting: where the ranks have met.
+            is_newcomer: whether this rank has made no step with the others.
         """
         state, worker = self._state, self.in_place.worker
         state.rng.rank, self.size = collectives.rank_and_world()
         # -1 means that this rank has the state of no step, and needs another rank's.
         steps = state.position.steps if state.is_valid else -1
-        digests = meeting.gather("vars", json.dumps([steps, state.var_digests() if steps >= 0 else {}]))
-        said = [json.loads(each) for each in digests]
-        if state.rng.rank == 0:
-            state.warn_of_own_vars([each for at, each in said if at == max(steps for steps, _ in said)])
         spare, self.in_place.spare = self.in_place.spare, None
-        taken = state_transfer.transfer_state(steps, meeting, self._state_for_others, self._invalidate_state, spare)
+        taken, said = state_transfer.transfer_state(
+            steps,
+            meeting,
+            self._state_for_others,
+            self._invalidate_state,
+            spare,
+            says=[self.evaluations.standing(is_newcomer=is_newcomer), state.var_digests()],
+        )
+        furthest = max(step for step, _ in said)
+        if state.rng.rank == 0:
+            state.warn_of_own_vars([digests for step, (_, digests) in said if step == furthest])
         # The ledger's files belong to one generation each.
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
@@ -422,6 +427,9 @@ class World:
         self._saving.move(worker)
         self._begin_generation(worker.nonce)
         state.ledger.renew()
+        ranks = [(step, Standing(*standing)) for step, (standing, _) in said]
+        # A rank that was behind has taken over the state of another one, and forgotten its own evaluations.
+        return [each if step == furthest else Standing(is_newcomer=each.is_newcomer) for step, each in ranks]
 
     def _begin_generation(self, start: str) -> None:
         """Begin the steps of a generation with its state.

@@ -153,7 +153,7 @@ def _exchange(meeting: Meeting) -> Any:
     own, expected = _state(rank + 1), _leaves(_state(2))
     places = {path: each.data_ptr() for path, each in _leaves(own).items() if isinstance(each, torch.Tensor)}
     called: list[int] = []
-    told = transfer_state(rank + 4, meeting, lambda: own, lambda: called.append(1))
+    told, _ = transfer_state(rank + 4, meeting, lambda: own, lambda: called.append(1))
     if rank == 1:
         return told is None and not called
     assert told is not None
@@ -178,7 +178,7 @@ def test_tensors_of_all_kinds_arrive_in_place(way: Any) -> None:
 def _to_a_newcomer(meeting: Meeting) -> Any:
     rank = meeting.rank
     own = _state(2) if rank == 1 else {"model": {"half": torch.zeros(2)}, "optimizer": {}}
-    told = transfer_state(4 if rank == 1 else NEW, meeting, lambda: own, lambda: None)
+    told, _ = transfer_state(4 if rank == 1 else NEW, meeting, lambda: own, lambda: None)
     if rank == 1:
         return told is None
     found, expected = _leaves(told), _leaves(_state(2))
@@ -199,7 +199,7 @@ def _to_one_with_spare_memory(meeting: Meeting) -> Any:
     own: dict[str, Any] = {"moments": {} if meeting.rank else moments}
     spare = SpareTensors([torch.zeros(5, 3), torch.zeros(2)])
     ready = {each.data_ptr() for each in spare._tensors[torch.Size((5, 3)), torch.float32]}
-    told = transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None, spare)
+    told, _ = transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None, spare)
     if told is None:
         return True
     found = told["moments"]
@@ -224,7 +224,7 @@ def _with_a_flipped_bit(meeting: Meeting) -> Any:
                 room[5] ^= 16
 
         RankConnection.fill = fill  # type: ignore[method-assign]
-    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
+    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)[0])
 
 
 def test_a_flipped_bit_is_refused() -> None:
@@ -247,7 +247,7 @@ def _measured(meeting: Meeting) -> Any:
     own = {"weights": torch.full((LARGE // 4,), float(rank))}
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
     before = _peak_bytes()
-    told = transfer_state(1 if rank else NEW, meeting, lambda: own, lambda: None)
+    told, _ = transfer_state(1 if rank else NEW, meeting, lambda: own, lambda: None)
     more = _peak_bytes() - before
     if told is not None:
         assert told["weights"].data_ptr() == own["weights"].data_ptr()
@@ -304,7 +304,7 @@ def _receiver_is_lost(meeting: Meeting, number: int) -> Any:
     if meeting.rank == 1:
         RankConnection.fill = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
     own = {"weights": torch.ones(LARGE // 4)}
-    return str(transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None))
+    return str(transfer_state(NEW if meeting.rank else 1, meeting, lambda: own, lambda: None)[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -345,7 +345,7 @@ def _strangers(meeting: Meeting) -> Any:
             return listens[0]
 
         socket.create_server = create_server
-    told = transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)
+    told, _ = transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)
     return told is None or told["text"]
 
 
@@ -421,7 +421,7 @@ def _with_a_flipped_bit_in_the_group(meeting: Meeting) -> Any:
 
 
 def _with_its_own(meeting: Meeting) -> str:
-    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None))
+    return str(transfer_state(meeting.rank, meeting, lambda: _state(meeting.rank), lambda: None)[0])
 
 
 def test_a_bit_that_the_group_flips_is_refused() -> None:

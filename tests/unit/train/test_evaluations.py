@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import nn
 from elasticrt import Loop
 from elasticrt.checkpoint import rng_state
 from elasticrt.errors import ConfigError
-from elasticrt.train.evaluations import Evaluations
+from elasticrt.train.evaluations import Evaluations, Standing
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ def test_which_are_made_again(standings: list[tuple[int, int, int]], makes: list
     for standing in standings:
         mine = _standing(*standing)
         found.append(list(_meet(mine, standings)))
-        assert mine.standing(is_newcomer=False) == json.dumps([*_whole(standing), False])
+        assert mine.standing(is_newcomer=False) == Standing(*_whole(standing))
         assert mine.awaited == 0 or not standing[0]
     assert found == makes
 
@@ -55,7 +54,7 @@ def test_an_evaluation_that_a_newcomer_cannot_come_to(mine: tuple[int, int, int]
     """One from before the boundary cannot be made again with it by anybody, and nobody waits for that."""
     found = _standing(*mine)
     assert list(_meet(found, [(2, 2, -1), (3, 0, 3)], newcomers=1, is_newcomer=is_newcomer)) == []
-    assert (found.current, found.awaited, found.standing(is_newcomer=False)) == (0, 0, "[0, 0, 0, -1, false]")
+    assert (found.current, found.awaited, found.standing(is_newcomer=False)) == (0, 0, Standing())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_evaluations_behind_the_boundary_are_made_with_a_newcomer(
     assert list(_meet(newcomer, survivors, newcomers=1, is_newcomer=True)) == []
     assert newcomer.awaited == awaited
     passed = max(0, *(passed for *_, passed in survivors))
-    assert newcomer.standing(is_newcomer=False) == json.dumps([passed, 0, 0, passed, False])
+    assert newcomer.standing(is_newcomer=False) == Standing(passed, 0, 0, passed)
     newcomer.end(newcomer.begin(lambda: None), "mine")
     newcomer.replay_from_boundary()
     assert newcomer.replay() == (True, "mine")
@@ -118,7 +117,7 @@ def _whole(standing: tuple[int, int, int]) -> list[int]:
 def _meet(
     mine: Evaluations, others: list[tuple[int, int, int]], *, newcomers: int = 0, is_newcomer: bool = False
 ) -> range:
-    said = [json.dumps([*_whole(each), False]) for each in others] + ["[0, 0, 0, -1, true]"] * newcomers
+    said = [Standing(*_whole(each)) for each in others] + [Standing(is_newcomer=True)] * newcomers
     return mine.decide(said, is_newcomer=is_newcomer)
 
 
@@ -130,7 +129,7 @@ def test_an_evaluation_begins_with_the_same_random_numbers(tmp_path: Path) -> No
     random.random()
     assert mine.begin_try(number)() == first
     mine.forget()
-    assert (mine.current, mine.standing(is_newcomer=False)) == (0, "[0, 0, 0, -1, false]")
+    assert (mine.current, mine.standing(is_newcomer=False)) == (0, Standing())
 
 
 def test_after_a_try_that_is_done_again_nothing_is_called(tmp_path: Path) -> None:
