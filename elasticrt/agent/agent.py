@@ -242,6 +242,7 @@ class Agent(WorkerSide):
             self.drain_until = None
             self.drain_timed_out = True
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
+            late += ", as a save takes longer: allow for it by --drain-timeout" if member.me.saves else ""
             member.me = replace(member.me, leave_reason=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None

@@ -107,6 +107,34 @@ def test_the_last_save_fails(tmp_path: Path) -> None:
     assert re.search(known, codes[143].text()), codes[143].text()
 
 
+SLOW = """
+import time, torch, elasticrt
+elasticrt.init()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer)
+for step in loop.steps(10_000):
+    if step == 5:
+        loop._saving.checkpointer._directory.write = lambda *_: time.sleep(600)
+        print("a save takes long", flush=True)
+    with loop.step():
+        model(torch.randn(4, 2)).mean().backward()
+        optimizer.step()
+        time.sleep(0.05)
+"""
+
+
+def test_the_last_save_takes_too_long(tmp_path: Path) -> None:
+    """K04: the node of rank 0 names the option that gives a save more time, and ends with 5."""
+    with terminals(tmp_path, SLOW, "ab", "--nnodes", "2", "--drain-timeout", "3s", "--log-dir", "run") as agents:
+        wait_until(lambda: all("a save takes long" in each.text() for each in agents), "steps", 60)
+        assert stop(tmp_path).returncode == 5
+        codes = {each.ended(): each for each in agents}
+    assert set(codes) == {5, 143}
+    said = "leaving: not handed over within 3 s, as a save takes longer: allow for it by --drain-timeout\n"
+    assert said in codes[5].text(), codes[5].text()
+
+
 @pytest.mark.slow
 def test_a_drain_says_what_is_lost_with_the_only_node_that_has_trained(tmp_path: Path) -> None:
     """Its worker hangs, and the other node stands by: exit code 5, which steps are not saved, and the run goes on."""
