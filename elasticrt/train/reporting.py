@@ -1,6 +1,6 @@
 """Reports the steps of a training process to its agent: each one on the status page, some in messages.
 
-Nothing here waits for the agent.
+Only the report of the last step waits for the agent.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Reporter:
         self._resumed_from = 0
         self._is_first_report = True
         self._next_report_ns = 0
-        # The last step, its epoch and its end, if no message has reported it; else None.
-        self._unreported_step: tuple[int, int, int] | None = None
+        # The last step, its epoch and its end; None before, and once `end` has reported it.
+        self._last_step: tuple[int, int, int] | None = None
         # The script's numbers: as they came, and as they were read last.
         self._given_scalars: dict[str, float | torch.Tensor] = {}
         self._scalars: dict[str, float] = {}
@@ -94,7 +94,7 @@ class Reporter:
         self._page.finished(step, now_ns)
         # Written last, because it announces that the next step has begun.
         self._page.entered = step + 1
-        self._unreported_step = (step, epoch, now_ns)
+        self._last_step = (step, epoch, now_ns)
         if not self._link.has_agent or now_ns < self._next_report_ns:
             return
         self._next_report_ns = now_ns + _REPORT_NS
@@ -103,19 +103,22 @@ class Reporter:
             self._read_waits()
         if self._given_scalars and now_ns - self._scalars_at_ns >= _READ_NS:
             self._read_scalars(now_ns)
-        self._post_step(*self._unreported_step)
+        # If the socket has no room, the report of a later step takes the place of this one.
+        if self._link.try_send(self._message(*self._last_step)):
+            self._is_first_report = False
 
     def end(self) -> None:
-        """Report the last step in a message, with the script's present numbers, because no step follows."""
-        if self._link.has_agent and self._unreported_step is not None:
-            self._read_scalars(time.monotonic_ns())
-            self._post_step(*self._unreported_step)
+        """Report the last step in a message, with the script's present numbers, because no step follows.
 
-    def _post_step(self, step: int, epoch: int, at_ns: int) -> None:
-        """Report a step in a message. If the socket has no room, the report of a later step takes its place."""
-        report = Step(step, epoch, at_ns, self._resumed_from, self._is_first_report, dict(self._scalars))
-        if self._link.try_send(report):
-            self._is_first_report, self._unreported_step = False, None
+        This waits for room in the socket. The step may have been reported before, with earlier numbers.
+        """
+        last, self._last_step = self._last_step, None
+        if self._link.has_agent and last is not None:
+            self._read_scalars(time.monotonic_ns())
+            self._link.send(self._message(*last))
+
+    def _message(self, step: int, epoch: int, at_ns: int) -> Step:
+        return Step(step, epoch, at_ns, self._resumed_from, self._is_first_report, dict(self._scalars))
 
     def _read_scalars(self, now_ns: int) -> None:
         self._scalars_at_ns = now_ns

@@ -778,8 +778,9 @@ def test_a_borrowed_sample_never_counts(tmp_path):
     run.loop._weighting.detach()
 
 
-def test_reports_to_the_agent(tmp_path, monkeypatch):
-    """The first step at once, few after it, the last; every step on the page; the commit through the agent (S10)."""
+@pytest.mark.parametrize("each", [False, True], ids=["few steps", "each step"])
+def test_reports_to_the_agent(tmp_path, monkeypatch, each):
+    """The first step at once, the last with its own numbers; every step on the page; the commit by the agent (S10)."""
     agent = Agent()
     page_fd = StatusPage.create()
     page = StatusPage(page_fd)
@@ -791,6 +792,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
                 entered.append((page.entered, page.step))
                 run.train(batch)
                 run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=2 + len(entered))
+                run.loop._reporter._next_report_ns *= not each
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
     assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
@@ -798,7 +800,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
     assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
     assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
     assert (steps[-1].step, steps[-1].scalars) == (4, {"loss": 0.25, "rate": 6.0})
-    assert len(steps) < 4
+    assert len(steps) == 5 if each else len(steps) < 4
 
 
 def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
