@@ -73,8 +73,10 @@ class CheckpointError(ElasticError):
     """Nothing valid to resume from. The error travels in the error file and is final: no restart can help."""
 
     exit_code = EXIT_CHECKPOINT
-    said_by_rank_0: bool = False
-    """Whether rank 0 raises the same error and tells people."""
+
+
+class RankZeroCheckpointError(CheckpointError):
+    """Other ranks raise it where rank 0 raises a CheckpointError, and tells people. They are not to blame."""
 
 
 class MisfitError(CheckpointError):

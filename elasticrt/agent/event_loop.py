@@ -207,7 +207,7 @@ class EventLoop:
         except (StoreUnavailable, StoreBlocked) as error:
             self.member.outage.begin(error, self._clock.monotonic())
         else:
-            self.member.outage.end(now)
+            self.member.note_read(now)
 
     def _do(self, decision: Decision) -> float | None:
         """Carry out a decision. Returns until when to wait for events: None for ever, 0.0 for not at all."""

@@ -24,7 +24,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from elasticrt.distributed.agent_client import AgentClient
-from elasticrt.errors import CheckpointError, ConfigError, DuplicateError
+from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, RankZeroCheckpointError
 from elasticrt.ipc.error_file import described
 from elasticrt.ipc.failure import is_collateral
 from elasticrt.ipc.proc import ports_of, sockets_of
@@ -59,7 +59,7 @@ def in_short(error: BaseException) -> str:
     # Where the run directory cannot be written there is no error file. The agent then reads these lines.
     kept = os.path.exists(path) and os.path.getsize(path) > 0  # noqa: PTH110, PTH202  One call each.
     shown = os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".") if kept else "not kept"
-    if isinstance(error, CheckpointError) and error.said_by_rank_0 and kept:
+    if isinstance(error, RankZeroCheckpointError) and kept:
         return f"rank {rank} ends with the CheckpointError of rank 0; traceback: {shown}"
     frames = traceback.extract_tb(error.__traceback__)
     raised_by_us = bool(frames) and frames[-1].filename.startswith(_OURS)

@@ -26,7 +26,7 @@ from elasticrt.checkpoint.stateful import LOOP_KEY
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
 from elasticrt.distributed.shared_payload import Payload, share_payload
-from elasticrt.errors import CheckpointError, ElasticError, explain
+from elasticrt.errors import CheckpointError, ElasticError, RankZeroCheckpointError, explain
 from elasticrt.ipc.env import Commit, Copy
 from elasticrt.ipc.std_streams import say
 
@@ -211,9 +211,7 @@ class Restoring:
 
     def _unusable_for_all(self, text: str) -> CheckpointError:
         """The error that all ranks raise, with the `text` of rank 0."""
-        error = CheckpointError(text)
-        error.said_by_rank_0 = self._rank > 0
-        return error
+        return RankZeroCheckpointError(text) if self._rank else CheckpointError(text)
 
     def _exchange(self) -> list[Offer]:
         """The offers of all ranks, by rank. Collective.

@@ -85,6 +85,10 @@ COLLATERAL_GRACE_S = 0.25
 within milliseconds and the failing collectives of its peers after that, so the wait is rarely used up. The leader waits
 equally long for the copies of survivors that cannot go on in place."""
 
+RETURN_S = 2.5
+"""How long to wait for the cause after an outage of etcd, in seconds: the nodes that report come back one by one, as a
+client may wait for two seconds before it connects again."""
+
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one node has reported a hang, in seconds: each node detects the
 hang by its own clock."""
@@ -317,10 +321,12 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         world_size = context.generation.world_size
         workers = "the only worker" if world_size == 1 else f"all {world_size:,} workers"
         return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
-    for entry in context.view.reports.values():
-        failure = entry.record.failure
-        if failure is not None and failure.final_code:
-            return Finish(failure.summary, "failed", failure.final_code, failure.text)
+    final = context.final_failure
+    if final is not None:
+        until = (context.failed_since or 0.0) + COLLATERAL_GRACE_S
+        if final.collateral and context.now < until:
+            return Wait("a worker ended together with rank 0; waiting for the report of rank 0's node", until)
+        return Finish(final.summary, "failed", final.final_code, final.text)
 
     last = context.generation.last
     if last is not None and _has_saved(context):
@@ -421,7 +427,7 @@ def _after_failure(context: LeaderContext, failed: list[Stored[Report]]) -> Deci
     assert context.failed_since is not None, "a failure is reported"
     failure, last = failure_to_blame(context.view.reports.values()), context.generation.last
     if failure.collateral:
-        until = context.failed_since + COLLATERAL_GRACE_S
+        until = max(context.failed_since + COLLATERAL_GRACE_S, context.me.etcd_back_at + RETURN_S)
         if context.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
     if last is not None:

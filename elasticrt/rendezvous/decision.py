@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,7 @@ class Me:
         stored_report: the report that was last stored.
         copy: the newest copy of the state of generation `seated_generation` in this node's memory.
         heard_generation: the newest generation that another agent has named while etcd did not answer here.
+        etcd_back_at: when etcd answered again after the last outage, minus infinity without one.
         failed_at: when workers of generation `started_generation` failed.
         standing_since: since when this node's steps have been standing still for longer than usual, or None.
         saves: whether workers stand still for a save.
@@ -51,6 +53,7 @@ class Me:
     stored_report: Report | None = None
     copy: Copy | None = None
     heard_generation: int = 0
+    etcd_back_at: float = -math.inf
     failed_at: float | None = None
     standing_since: float | None = None
     saves: bool = False

@@ -88,6 +88,13 @@ class LeaderContext:
         return min((entry.since for entry in reports if entry.record.status == "failed"), default=None)
 
     @cached_property
+    def final_failure(self) -> Failure | None:
+        """The failure that ends the run, because no restart can cure it; None if none is reported."""
+        reports = sorted(self.view.reports.values(), key=lambda entry: entry.mod_revision)
+        failures = [entry.record.failure for entry in reports]
+        return first_cause([each for each in failures if each is not None and each.final_code], ())
+
+    @cached_property
     def standing_since(self) -> float | None:
         """Since when this node's steps in this generation have been standing still unusually long, or None."""
         return self.me.standing_since if self.me.running_generation == self.generation.number else None

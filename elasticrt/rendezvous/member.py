@@ -170,6 +170,12 @@ class Member:
                 return self.outage.note_refusal(error, now)
         raise error
 
+    def note_read(self, now: float) -> None:
+        """Take note that everything has been read again, so that the view is up to date."""
+        if self.outage.problem:
+            self.me = replace(self.me, etcd_back_at=now)
+        self.outage.end(now)
+
     # Decisions.
 
     def catch_up(self) -> Me:

@@ -1,19 +1,23 @@
 """The keeper of an embedded etcd: the process that starts it, and stops it when the run no longer needs it.
 
 `embedded.find_or_start` runs it as `python -m elasticrt.store.embedded_keeper JSON`. It has a session of its own
-and no parent that waits for it, so it outlives the agent that started it. etcd dies with it. It loads grpc only when
-the server is ready and recorded, because the agents wait for that.
+and no parent that waits for it, so it outlives the agent that started it. etcd dies with it. It asks the server by the
+JSON gateway of etcd, not by grpc: grpc needs threads, and may wait for ever where a limit of processes leaves it none.
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import http.client
 import json
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,7 +28,7 @@ from elasticrt.ipc.std_streams import point_to_null
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.embedded import EmbeddedServer
 from elasticrt.store.etcd_server import EtcdProcess
-from elasticrt.store.protocol import Address, Store
+from elasticrt.store.protocol import Address
 
 LOOK_S = 0.5
 """Seconds between two counts of the members. They delay nothing but the keeper's own end."""
@@ -39,21 +43,46 @@ server gets as long to become a member."""
 LEAVE_S = 60.0
 """How many seconds members may take to hand over and leave after SIGTERM, which they have got as well."""
 
+SILENT_S = 900.0
+"""A server that has not answered for so many seconds is over: no agent trains on for longer without etcd."""
+
+ANSWER_S = 2.0
+"""How many seconds to wait for an answer of the server."""
+
+
+def has_keys(address: Address, prefix: str) -> bool:
+    """Whether the etcd at `address` has keys that begin with `prefix`, by its JSON gateway. Raises OSError."""
+    # The end of the range is the first key behind all that begin with the prefix.
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    first, last = (base64.b64encode(key.encode()).decode() for key in (prefix, end))
+    order = {"key": first, "range_end": last, "limit": 1, "keys_only": True}
+    try:
+        with closing(http.client.HTTPConnection("localhost")) as connection:
+            connection.sock = etcd_server.connect(address, ANSWER_S)
+            connection.request("POST", "/v3/kv/range", json.dumps(order))
+            answer = connection.getresponse()
+            text = answer.read()
+        if answer.status == http.client.OK:
+            return bool(json.loads(text).get("kvs"))
+    except (http.client.HTTPException, ValueError) as error:
+        raise OSError(f"no answer of an etcd: {error}") from error
+    raise OSError(f"etcd answers with status {answer.status}")
+
 
 class ServerDemand:
     """Whether a run still needs its server. Times are in seconds on the clock of `now`.
 
     Args:
-        store: the run's etcd.
+        has_keys: whether the run's etcd has keys that begin with a prefix. Raises OSError.
         run_id: the run.
         now: the time at which the server became ready.
     """
 
-    def __init__(self, store: Store, run_id: str, now: float) -> None:
-        self._store = store
+    def __init__(self, has_keys: Callable[[str], bool], run_id: str, now: float) -> None:
+        self._has_keys = has_keys
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
-        # When there last was a member, or an agent found the server.
-        self._used_at = now
+        # When there last was a member, or an agent found the server; and when it answered last.
+        self._used_at = self._answered_at = now
         self._touched_ns, self._end_by, self._members_leave = 0, float("inf"), False
 
     def note_leaving(self, by: float) -> None:
@@ -71,16 +100,14 @@ class ServerDemand:
         if now >= self._end_by:
             return True
         try:
-            if self._store.read(self._members, limit=1).keys:
-                self._used_at = now
+            if self._has_keys(self._members):
+                self._used_at = self._answered_at = now
                 return False
-            if self._members_leave:
-                return True
-            has_result = bool(self._store.read(self._result, limit=1).keys)
-        except StoreError:
-            # A server that does not answer counts as needed until it does.
-            return False
-        return now >= self._used_at + (OVER_S if has_result else LINGER_S)
+            has_result = self._has_keys(self._result)
+        except OSError:
+            return now >= self._answered_at + SILENT_S
+        self._answered_at = now
+        return self._members_leave or now >= self._used_at + (OVER_S if has_result else LINGER_S)
 
 
 def restart_if_terminated(etcd: EtcdProcess) -> bool:
@@ -98,14 +125,11 @@ def restart_if_terminated(etcd: EtcdProcess) -> bool:
 
 
 def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
-    """Return when etcd has ended or is not needed any more, and its record is removed. Raises StoreError.
+    """Return when etcd has ended or is not needed any more, and its record is removed.
 
     SIGTERM, which the members have got as well, ends etcd when the last of them has left. SIGINT ends it at once.
     """
-    from elasticrt.store.etcd import EtcdStore
-
-    store = EtcdStore((etcd.address,))
-    demand = ServerDemand(store, run_id, time.monotonic())
+    demand = ServerDemand(partial(has_keys, etcd.address), run_id, time.monotonic())
     while restart_if_terminated(etcd):
         if demand.is_over(_touched_ns(record), time.monotonic()):
             with embedded.locked():
@@ -113,7 +137,6 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
                 # register.
                 if demand.is_over(_touched_ns(record), time.monotonic()):
                     record.unlink(missing_ok=True)
-                    store.close()
                     etcd.stop()
                     return
         with suppress(Empty):
@@ -122,7 +145,6 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
                 demand.note_leaving(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     # This is done at once, without the lock: no agent may find a server that has ended.
     record.unlink(missing_ok=True)
-    store.close()
 
 
 def _touched_ns(record: Path) -> int:

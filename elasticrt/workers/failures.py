@@ -43,10 +43,13 @@ WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
 )
+# The error of a worker that ends together with rank 0, for the same reason.
+_OF_RANK_0 = "RankZeroCheckpointError"
 # Errors of elasticrt that no restart can cure, by name, with the exit code of the run.
 _FINAL: dict[str, FinalCode] = {
     "ReadAheadError": 1,
     "CheckpointError": 5,
+    _OF_RANK_0: 5,
     "PreparationError": 6,
     "DuplicateError": 7,
 }
@@ -195,7 +198,7 @@ def _is_collateral(found: Raised, left: Remains) -> bool:
     if left.start_error:
         return False
     if left.code > 0:
-        return is_collateral(found.exception, found.message, found.callstack)
+        return found.kind == _OF_RANK_0 or is_collateral(found.exception, found.message, found.callstack)
     # With NCCL the end of a peer may abort the process: NCCL's watchdog throws in a C++ thread, where no Python code
     # can catch the exception. torch's text about it is then in the output.
     text = "\n".join(left.last_lines)

@@ -38,7 +38,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "who has lost its key is not asked": ("L1", "a node loses power, and the workers of the others hang"),
     "an old silence is believed": ("L7", "of two nodes one is silent for a moment, and loses its key long after"),
-    "a silence is believed although steps go on": ("L7", 1541869),
     "a next life is asked only when it is warm": (
         "L4",
         "a node's next life is out of the leader's reach, as another is",
@@ -360,7 +359,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is killed",
     ),
-    "_lead without: failure is not None and failure.final_code": ("S13", "a failure that no restart can cure"),
+    "_lead without: final is not None": ("S13", "a failure that no restart can cure"),
     "_lead without: last is not None and _has_saved(context)": (
         "L6",
         "the restarts are spent, and those that live save first",

@@ -36,6 +36,7 @@ HARMLESS: dict[str, str] = {
         "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
         "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
     ),
+    "_lead without: final.collateral and context.now < until": _FOR_PEOPLE,
     "_after_failure without: failure.collateral": _FOR_PEOPLE,
     "_after_failure without: context.now < until": _FOR_PEOPLE,
     "_after_failure without: failure.stalled and len(failed) < len(context.seats)": _FOR_PEOPLE,

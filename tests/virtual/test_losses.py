@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elasticrt.ipc.failure import ENDED_EARLY, Failure
+from elasticrt.rendezvous.decide import RETURN_S
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
 from elasticrt.rendezvous.records import Restarts
-from elasticrt.store.protocol import Delete, Txn
+from elasticrt.store.protocol import Delete, StoreUnavailable, Txn
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
 
@@ -42,6 +43,24 @@ def test_the_cause_is_told_from_its_consequences() -> None:
     world.members["n1"].fail()
     world.settle()
     assert world.members["n0"].ran[-1][0].cause == "rank 1 on n1"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the cause", "no cause"])
+def test_after_an_outage_of_etcd_the_cause_is_waited_for(*, told: bool) -> None:
+    """E02: the nodes come back one by one, so the leader waits longer, but not for ever."""
+    world = running(2)
+    leader = world.members["n0"].member
+    leader.note_failure(StoreUnavailable("no answer"), world.clock())
+    leader.note_read(world.clock())
+    world.members["n0"].fail(collateral=True)
+    world.pass_time(RETURN_S - 0.5)
+    assert world.generations() == [1]
+    if told:
+        world.members["n1"].fail()
+    world.pass_time(0.0 if told else 0.75)
+    world.settle()
+    assert world.generations() == [1, 2]
+    assert world.members["n0"].ran[-1][0].cause == ("rank 1 on n1" if told else "rank 0 on n0")
 
 
 def test_only_collateral_failures_restart_after_the_grace() -> None:
@@ -410,3 +429,19 @@ def test_a_node_that_leaves_while_another_generation_is_made_has_left() -> None:
     world.settle()
     world.pass_time(1.0)
     assert [generation.cause for generation, _ in leader.ran] == ["start", "n1 left", "n2 left"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["rank 0 too", "nobody else"])
+def test_who_ends_together_with_rank_0_is_not_to_blame(*, told: bool) -> None:
+    """F07: all ranks refuse the checkpoint for the same reason. The run ends once, and names rank 0 if it reports."""
+    world = running(2)
+    world.members["n1"].fail(collateral=True, final_code=5)
+    world.settle()
+    assert world.members["n0"].ended is None
+    if told:
+        world.members["n0"].fail(final_code=5)
+    world.pass_time(0.0 if told else 0.5)
+    world.settle()
+    ended = world.members["n0"].ended
+    assert isinstance(ended, End)
+    assert (ended.result.code, ended.result.reason) == (5, "rank 0 on n0" if told else "rank 1 on n1")

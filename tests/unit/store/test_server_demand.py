@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from elasticrt.store.embedded_keeper import ServerDemand
+from elasticrt.store.embedded_keeper import SILENT_S, ServerDemand
 from elasticrt.store.protocol import Delete, Put, Txn
 from tests.memory_store import MemoryServer, MemoryStore
 
 
 def test_members_are_counted() -> None:
     """A run needs its server while it has members, a while after the last, and a while after an agent has found it."""
-    server = MemoryServer(lambda: 0.0)
-    store = MemoryStore(server)
-    demand = ServerDemand(store, "r", 100.0)
+    store = MemoryStore(MemoryServer(lambda: 0.0))
+    silent: list[str] = []
+
+    def has_keys(prefix: str) -> bool:
+        if silent:
+            raise ConnectionRefusedError(prefix)
+        return bool(store.read(prefix, limit=1).keys)
+
+    demand = ServerDemand(has_keys, "r", 100.0)
 
     def commit(*operations: Put | Delete) -> None:
         store.commit(Txn((), operations))
@@ -30,18 +36,17 @@ def test_members_are_counted() -> None:
     commit(Delete("/elasticrt/r/members/a"))
     assert demand.is_over(3, 300.1)
     commit(Put("/elasticrt/r/members/a", b""))
-    store.close()
-    assert [demand.is_over(3, now) for now in (400.0, 500.0)] == [False, True], (
-        "a store that is silent is needed, in time"
-    )
+    silent.append("it does not answer")
+    assert [demand.is_over(3, now) for now in (400.0, 500.0)] == [False, True], "until the members must have left"
+    demand = ServerDemand(has_keys, "r", 1000.0)
+    assert [demand.is_over(3, now) for now in (1000.0 + SILENT_S - 1.0, 1000.0 + SILENT_S)] == [False, True]
 
 
 def test_a_run_with_its_result_needs_no_server() -> None:
     """Soon after the last member has left it is over; who has just found the server gets time to register."""
-    server = MemoryServer(lambda: 0.0)
-    store = MemoryStore(server)
+    store = MemoryStore(MemoryServer(lambda: 0.0))
     store.commit(Txn((), (Put("/elasticrt/r/members/a", b""), Put("/elasticrt/r/result/1", b""))))
-    demand = ServerDemand(store, "r", 0.0)
+    demand = ServerDemand(lambda prefix: bool(store.read(prefix, limit=1).keys), "r", 0.0)
     assert not demand.is_over(1, 100.0)
     store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
     assert [demand.is_over(1, now) for now in (104.9, 105.0)] == [False, True]
