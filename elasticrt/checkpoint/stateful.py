@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -83,6 +83,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
     if saved != present:
         got, expected = f"in the checkpoint {sorted(saved)}", f"as given to Loop {sorted(present)}"
         raise CheckpointError("the checkpoint holds other objects than the script", where, got=got, expected=expected)
+    parts = _shared_parts(objects.values())
     modules = [(each, data[name]) for name, each in objects.items() if isinstance(each, torch.nn.Module)]
     alike = all(_types(each.state_dict()) == _types(there) for each, there in modules)
     for name, each in objects.items():
@@ -100,6 +101,23 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
             said = str(error).partition(":\n\t")[2] or str(error)
             remedy = f"load_state_dict() said: {type(error).__name__}: {' '.join(said.split())[:600]}"
             raise CheckpointError(f"the checkpoint does not fit {name!r}", where, remedy=remedy) from error
+    for holder, part, first in parts:
+        setattr(holder, part, getattr(first, part))
+
+
+def _shared_parts(objects: Iterable[object]) -> list[tuple[object, str, object]]:
+    """What an optimizer around another one (SAM, Lookahead) shares with it: holder, name of the part, other holder.
+
+    When an optimizer loads a state, torch gives it new parts, and a scheduler would then write its learning rate to the
+    groups of one of the two only.
+    """
+    found, firsts = [], dict[int, object]()
+    for each in objects:
+        for part in ("param_groups", "state"):
+            held = getattr(each, "__dict__", {}).get(part)
+            if isinstance(held, (list, dict)) and firsts.setdefault(id(held), each) is not each:
+                found.append((each, part, firsts[id(held)]))
+    return found
 
 
 def _types(state: Any) -> list[torch.dtype]:

@@ -38,6 +38,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "who has lost its key is not asked": ("L1", "a node loses power, and the workers of the others hang"),
     "an old silence is believed": ("L7", "of two nodes one is silent for a moment, and loses its key long after"),
+    "a silence is believed although steps go on": (
+        "L6",
+        "of three nodes one is silent for a moment, and loses its key after further steps",
+    ),
     "a next life is asked only when it is warm": (
         "L4",
         "a node's next life is out of the leader's reach, as another is",

@@ -640,6 +640,15 @@ IN_PLACE: list[Plan] = [
         safety_s=40.0,
         generations_max=1,
     ),
+    _living(
+        "of three nodes one is silent for a moment, and loses its key after further steps",
+        3,
+        Fault(6.0, "cut_peers", "n1", 3.0),
+        Fault(12.0, "key_deleted", "n1"),
+        Snag("n1", "registers again", "slow", 1.0, on="! key_deleted"),
+        safety_s=40.0,
+        generations_max=1,
+    ),
     _living("all workers of all nodes are killed", 2, *(Fault(6.0, "worker_killed", f"n{i}") for i in range(2)),
         stays=False, lossless=False, commit_every=2, commits_within_s=8.0),
     _living(

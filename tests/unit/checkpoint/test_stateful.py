@@ -67,3 +67,24 @@ def test_what_an_optimizer_keeps_has_the_type_that_it_had(kind):
     exact, there = ([each["exact"] for each in given["optimizer"].state.values()] for given in (objects, others))
     assert [each.dtype for each in there] == [torch.float32] * 2
     assert all(map(torch.equal, exact, there))
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, which shares its groups and its state with that one."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.param_groups, self.state = base.param_groups, base.state
+
+
+@pytest.mark.parametrize("names", [("outer", "inner"), ("inner", "outer")])
+def test_optimizers_that_share_their_groups_still_do(names):
+    """A scheduler of the outer one then still sets the learning rate of the inner one, in whatever order they load."""
+    inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+    both = {"outer": Around(inner), "inner": inner}
+    objects = {name: both[name] for name in names}
+    stateful.put_back(objects, {name: each.state_dict() for name, each in objects.items()}, "here")
+    both["outer"].param_groups[0]["lr"] = 0.5
+    assert inner.param_groups[0]["lr"] == 0.5
+    assert both["outer"].state is inner.state
