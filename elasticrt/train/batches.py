@@ -5,6 +5,7 @@ Also checks that loader and sampler belong together: the sampler counts the samp
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -60,6 +61,25 @@ def _warn_of_generator() -> None:
     _log.warning(what)
 
 
+def own_sampler(loader: object) -> str:
+    """The class of a sampler that may give each rank other samples, by a rule that is not known here; "" for none.
+
+    Such a rule holds for the world in which the sampler was made, or in which its epoch began.
+
+    Args:
+        loader: the loader. If it is none of torch's, it is not known what the script draws from, so any sampler counts.
+    """
+    used: Iterable[object] = (each for each in gc.get_objects() if issubclass(type(each), Sampler))
+    if isinstance(loader, DataLoader):
+        used = (each for each in samplers_of(loader) if each is not None)
+    return next((type(each).__name__ for each in used if _is_own(type(each))), "")
+
+
+def _is_own(kind: type) -> bool:
+    is_known = kind.__module__.startswith(("torch.", "torchdata.", "elasticrt."))
+    return issubclass(kind, DistributedSampler) or not is_known
+
+
 def samplers_of(loader: DataLoader[Any]) -> tuple[object, ...]:
     """All objects that decide which samples `loader` draws. Torch's BatchSampler has a further sampler in it."""
     return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
@@ -76,6 +96,14 @@ def stream_resized(before: int, now: int) -> CheckpointError:
     remedy = "Resume with as many processes, use a map-style dataset and ElasticBatchSampler, or draw in loop.steps"
     what = "an IterableDataset can't be continued at another world size"
     return CheckpointError(what, "batches", got=got, remedy=remedy)
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches an epoch of `loader` has; None if it does not tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def samples_per_batch(loader: object) -> int:

@@ -11,7 +11,6 @@ the agent has no seat for the process, the process leaves its loop.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import state_transfer, stateful
@@ -35,7 +33,7 @@ from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.failure import LET_GO_NEVER, is_collateral, is_of_a_collective
 from elasticrt.ipc.messages import LeftGeneration
 from elasticrt.ipc.status_page import IN_PLACE, READY
-from elasticrt.train.batches import AnySampler, samplers_of
+from elasticrt.train.batches import AnySampler, own_sampler
 from elasticrt.train.not_given import not_given
 from elasticrt.train.undo import LARGE
 
@@ -136,13 +134,9 @@ class InPlace:
             return "the sampler was given its rank: leave rank and world size out"
         if sampler is not None and isinstance(loader, Iterator):
             return "the batches come from an iterator, which cannot start again: give the loader, or a class around it"
-        if sampler is None:
-            # Where another iterable, or the script itself, draws from is not known. So any DistributedSampler in the
-            # process may be in use.
-            used = samplers_of(loader) if isinstance(loader, DataLoader) else gc.get_objects()
-            if any(issubclass(type(each), DistributedSampler) for each in used):
-                remedy = "use a sampler of elasticrt's"
-                return f"the script has a DistributedSampler, which cuts for this world size: {remedy}"
+        own = own_sampler(loader) if sampler is None else ""
+        if own:
+            return f"the script has a {own}, which may cut by rank and world size: use a sampler of elasticrt's"
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
         self._backend = dist.get_backend()

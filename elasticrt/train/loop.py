@@ -37,7 +37,7 @@ from elasticrt.distributed.signal_guard import SignalGuard
 from elasticrt.errors import ConfigError, Handover, explain, path_of
 from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
-from elasticrt.train.batches import Drawing, check_loader, is_stream, samples_per_batch, stream_resized
+from elasticrt.train.batches import Drawing, check_loader, is_stream, length_of, samples_per_batch, stream_resized
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.step_tracker import StepTracker
@@ -347,6 +347,8 @@ class Loop:
             self._state.position, self._tracker.has_left = self._state.position._replace(left=False), False
         if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._set_batch_size(samples_per_batch(loader))
+        elif self._state.sampler is None:
+            self._set_length(length_of(loader))
         micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
         if micro is not None:
             self._weighting.check_micro_batches(micro, self._world.size)
@@ -374,6 +376,12 @@ class Loop:
         elif not self._tracker.batches_calls and self._state.sampler_settings():
             self._state.compare_samplers(self._world.in_place.worker, batch_size=size)
         self._state.batch_size = size
+
+    def _set_length(self, length: int | None) -> None:
+        """Note how many batches an epoch of the loader has, where no sampler of ours says which are left."""
+        if not self._tracker.batches_calls and self._world.seat_changes:
+            self._state.check_length(length)
+        self._state.length = length
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world, tracker = self._state, self._world, self._tracker

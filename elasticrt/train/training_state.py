@@ -107,6 +107,7 @@ class TrainingState:
             a step is half done.
         batch_size: the samples in a rank's batch, where the sampler does not know that: those of this loader, at first
             those of the other ranks. None if not known.
+        length: without a sampler, the batches in an epoch of the loader, in the same way.
         begun_epoch: the epoch whose batches have begun in this process. A loader draws a random number when it begins,
             and that is in the state then.
         begun_by: the number of processes that began the batches of the present epoch; 0 if none has begun.
@@ -134,6 +135,7 @@ class TrainingState:
         self.traits = StepTraits()
         self.is_valid = True
         self.batch_size: int | None = None
+        self.length: int | None = None
         self.begun_epoch: int | None = None
         self.begun_by = 0
         self.begun_elsewhere = False
@@ -228,7 +230,7 @@ class TrainingState:
             self.rng.restore(ours["rng"], self.position.steps, ours["alike"])
         except CheckpointError as error:
             raise _misfit(error) from error
-        self.batch_size = ours["batch_size"]
+        self.batch_size, self.length = ours["batch_size"], ours["length"]
 
     def check_batch_size(self, batch_size: int) -> None:
         """Compare a newcomer's loader, whose batches have `batch_size` samples, with those of the other ranks.
@@ -237,6 +239,15 @@ class TrainingState:
         """
         if self.position.batches and self.sampler_settings() and batch_size != self.batch_size:
             raise _misfit(f"a loader with batch_size={batch_size} here, and {self.batch_size} on other ranks")
+
+    def check_length(self, length: int | None) -> None:
+        """Compare a newcomer's loader, which has `length` batches in an epoch, with those of the other ranks.
+
+        Raises MisfitError in the middle of an epoch that has another length for the other ranks.
+        """
+        if self.position.batches and None not in (length, self.length) and length != self.length:
+            what = f"a loader with {length} batches here, and {self.length} on other ranks"
+            raise _misfit(what, "A newcomer sets up in a world of one: cut data with ElasticBatchSampler")
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         """Load a result of `collect`.
@@ -358,8 +369,9 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same and not one.requires_grad
 
 
-def _misfit(error: object) -> MisfitError:
+def _misfit(error: object, remedy: str = "") -> MisfitError:
     """The error that makes a node leave whose script differs from the run's. `error` says how."""
-    remedy = "Start this node again with the run's script and arguments, whose objects get their final shape "
-    remedy += "(an optimizer all of its parameter groups) before they are given to Loop"
+    usual = "Start this node again with the run's script and arguments, whose objects get their final shape "
+    usual += "(an optimizer all of its parameter groups) before they are given to Loop"
+    remedy = remedy or usual
     return MisfitError("this node's script differs from the run's", "Loop", got=error, remedy=remedy)

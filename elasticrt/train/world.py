@@ -445,7 +445,7 @@ class World:
     def _state_for_others(self) -> dict[str, Any]:
         """The state as other ranks take it over, with what a newcomer needs besides."""
         state, total = self._state, self._saving.run.total
-        settings = {"settings": state.sampler_settings(), "batch_size": state.batch_size}
+        settings = {"settings": state.sampler_settings(), "batch_size": state.batch_size, "length": state.length}
         rng_before, noted = dict[str, Any](), self.evaluations.rng_for_newcomer
         # `rng_for_newcomer` is a note, which cannot be sent. Only `capture` makes plain values, and only of the present
         # states of the generators.

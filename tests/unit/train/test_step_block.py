@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from elasticrt import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import ConfigError
@@ -404,14 +404,28 @@ def test_an_iterator_around_a_loader_does_not_outlive_a_change(
     assert ("the batches come from an iterator" in caplog.text) is hinders
 
 
+class Weighted(Sampler[int]):
+    """A sampler of the script's own."""
+
+    def __init__(self, data: TensorDataset, world_size: int, rank: int) -> None:
+        self._mine = range(rank, len(data), world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+
 @pytest.mark.parametrize("how", ["sampler", "batch_sampler", "a class", "by hand"])
-def test_torchs_sampler_does_not_outlive_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+@pytest.mark.parametrize("kind", [DistributedSampler, Weighted])
+def test_another_sampler_does_not_outlive_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str, kind: type
 ) -> None:
-    """A DistributedSampler cuts for the world that it was made in: wherever it is, workers are started anew."""
+    """It cuts for the world that it was made in: wherever it is, workers are started anew."""
     model, optimizer, _ = _parts()
     data = TensorDataset(torch.ones(2, 1))
-    sampler = DistributedSampler(data, 1, 0)
+    sampler = kind(data, 1, 0)
     loader = DataLoader(data, sampler=sampler)
     if how == "batch_sampler":
         loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 1, drop_last=False))
@@ -426,7 +440,7 @@ def test_torchs_sampler_does_not_outlive_a_change(
             for _ in loop.batches(Wrapped(loader) if how == "a class" else loader):
                 with loop.step():
                     optimizer.step()
-    assert "all workers restart when the membership changes: the script has a DistributedSampler" in caplog.text
+    assert f"all workers restart when the membership changes: the script has a {kind.__name__}," in caplog.text
 
 
 def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:

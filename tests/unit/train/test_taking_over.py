@@ -27,7 +27,8 @@ def state(width: int = 2, samples: int | None = 10, cut: dict[str, Any] | None =
 
 def taken_from(other: TrainingState, *alike: str) -> dict[str, Any]:
     """What `other` sends to a newcomer; generators that are `alike` on all ranks."""
-    return other.collect(alike=alike, total=0, settings=other.sampler_settings(), batch_size=other.batch_size)
+    loader = {"batch_size": other.batch_size, "length": other.length}
+    return other.collect(alike=alike, total=0, settings=other.sampler_settings(), **loader)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,21 @@ def test_a_newcomers_loader_has_the_batches_of_the_others() -> None:
     newcomer(0).check_batch_size(8)
     with pytest.raises(MisfitError, match=r"differs from the run's .*got a loader with batch_size=8 here, and 4 on"):
         newcomer(2).check_batch_size(8)
+
+
+def test_a_newcomers_loader_has_as_many_batches_as_those_of_the_others() -> None:
+    """Without a sampler of ours nothing else shows that it cuts its data for a world of one."""
+
+    def newcomer(trained: int, length: int | None = 20) -> TrainingState:
+        other, own = (TrainingState({}, None, None, None, "ckpt") for _ in range(2))
+        other.length, other.position = length, Position(steps=3, epoch=1, batches=trained)
+        own.take_over(taken_from(other))
+        return own
+
+    for fits, length in ((newcomer(2), 20), (newcomer(0), 60), (newcomer(2, None), 60), (newcomer(2), None)):
+        fits.check_length(length)
+    with pytest.raises(MisfitError, match=r"a loader with 60 batches here, and 20 on other ranks.*ElasticBatchSampler"):
+        newcomer(2).check_length(60)
 
 
 @pytest.mark.parametrize(

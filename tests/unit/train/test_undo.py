@@ -143,7 +143,7 @@ def test_a_newcomer_knows_what_steps_of_the_script_do() -> None:
     net = torch.nn.Linear(2, 1)
     one, other = (TrainingState({"net": net}, None, None, None, "") for _ in range(2))
     one.traits = StepTraits(communicates_late=True, early_parameters={1}, early_objects={"net"})
-    collected = one.collect(settings={}, batch_size=None, alike=[])
+    collected = one.collect(settings={}, batch_size=None, length=None, alike=[])
     assert other.traits == StepTraits()
     other.take_over(plain_copy(collected, "a test"))
     assert other.traits == one.traits
