@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from uuid import uuid4
 
-from elasticrt.agent.file_limits import files_needed
 from elasticrt.agent.network_interfaces import interface_of, interfaces, why_no_loopback
+from elasticrt.agent.resource_limits import files_needed
 from elasticrt.agent.store_discovery import address_towards, check_listening, outward_address
 from elasticrt.cli import configure
 from elasticrt.cli import doctor_findings as findings

@@ -150,10 +150,16 @@ def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
 def _do(arguments: argparse.Namespace) -> int:
     """Run a command. Returns its exit code.
 
-    Raises ConfigError for a name that no file can have, or that cannot be reached.
+    Raises ConfigError for a name that no file can have, or that cannot be reached, and where no thread can be started.
     """
     try:
         code: int = arguments.func(arguments)
+    except RuntimeError as error:
+        # The text of Python's threading.
+        if "can't start new thread" not in str(error):
+            raise
+        where, remedy = "ulimit -u, or pids.max of the container", "Raise the limit, or end other processes"
+        raise ConfigError("no thread can be started", where, got=error, remedy=remedy) from error
     except OSError as error:
         # Errors of the system that show that the name is the user's mistake.
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:

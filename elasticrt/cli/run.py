@@ -113,9 +113,10 @@ def main(arguments: argparse.Namespace) -> int:
         shared_options=words_given(arguments, os.environ, without=OWN),
     )
     # Imported late: pydantic and gRPC take longer than all checks.
-    from elasticrt.agent.file_limits import allow_files
+    from elasticrt.agent.resource_limits import allow_files, check_processes
 
     allow_files(settings.workers, spec.max_nodes)
+    check_processes(settings.workers, serves=not (options.etcd or options.meet_at))
     from elasticrt.agent.agent import Agent
 
     # After the checks, whose errors may wait for a reader: from here on a reader must not delay the training.

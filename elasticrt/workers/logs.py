@@ -106,6 +106,8 @@ class _File:
         self._left -= len(data)
         if self._left < 0:
             self._file.write(b"\n[elasticrt: this log has reached its limit; the rest is not kept]\n")
+            mib = FILE_MAX_BYTES >> 20
+            _LOG.warning("%s has reached its limit of %d MiB: what follows is not kept", self.path, mib)
             self.close()
 
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.file_limits import files_needed
+from elasticrt.agent.resource_limits import files_needed, threads_needed
 from tests.servers import wheel_binary
 
 
@@ -50,3 +51,21 @@ def test_etcd_under_small_limits(tmp_path: Path) -> None:
     assert done.returncode == 4, done.stderr
     assert "Raise the limit that it ran into (ulimit -n" in done.stderr
     assert "goroutine" not in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_limit_of_processes_is_too_low() -> None:
+    """G17: a user who may start too few processes is told how many are missing, before any is started."""
+    code = "import os\nfrom elasticrt.agent.resource_limits import check_processes\n"
+    code += "from elasticrt.errors import ConfigError\nos.setresuid(65000, 65000, 65000)\n"
+    code += "for workers in (1, 4):\n    try:\n"
+    code += "        check_processes(workers, serves=True)\n    except ConfigError as error:\n        print(error)"
+    enough = threads_needed(1, serves=True) + 1
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -u {enough}; exec "$@"', "bash", sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    said = f"got {enough}, of which this user has 1 in use (each thread counts); expected"
+    said += f" {threads_needed(4, serves=True)} more for 4 workers"
+    assert said in done.stdout, done.stdout
+    assert len(done.stdout.splitlines()) == 1

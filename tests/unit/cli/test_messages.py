@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,3 +156,15 @@ def test_help_shows_a_variable_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         main(["status", "--help"])
     assert "(default: /data/100%/runs)" in capsys.readouterr().out
+
+
+def test_a_limit_of_threads_is_no_bug(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """G17: where no thread can be started, one line says which limits to look at, with exit code 2."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert main(["doctor"]) == 2
+    said = "elasticrt: error: no thread can be started (ulimit -u, or pids.max of the container)"
+    assert said in capfd.readouterr().err

@@ -146,8 +146,8 @@ def test_files(screen, tmp_path):
     assert b.path == ""
 
 
-def test_a_file_has_a_limit(screen, tmp_path, monkeypatch):
-    """W16: a file that has reached its limit ends with a note."""
+def test_a_file_has_a_limit(screen, tmp_path, monkeypatch, caplog):
+    """W16: a file that has reached its limit ends with a note, and the console tells of that once."""
     console, read = screen
     monkeypatch.setattr(logs, "FILE_MAX_BYTES", 10)
     a, _ = outputs(console, tmp_path / "run")
@@ -157,6 +157,7 @@ def test_a_file_has_a_limit(screen, tmp_path, monkeypatch):
     content = (tmp_path / "run/logs/generation-3/rank-0.node-1.out").read_bytes()
     assert content.startswith(b"12345678\n1\n[elasticrt: this log has reached its limit")
     assert content.count(b"[elasticrt") == 1
+    assert caplog.text.count("rank-0.node-1.out has reached its limit") == 1
     assert read() == b"12345678\n" * 4
 
 
