@@ -134,7 +134,11 @@ class Copier:
         except _UnfitError as unfit:
             kind, what, at = type(unfit.value), "state that can't be saved", where + unfit.place
             expected = "whole tensors, numbers, texts, and lists, plain tuples or dicts of them"
-            remedy = "Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint"
+            remedy = "Return only these from state_dict()"
+            if kind.__module__ == "numpy":
+                remedy = "Return torch.from_numpy(...) of it from state_dict()"
+            elif isinstance(unfit.value, torch.Tensor):
+                remedy = "Use torch.distributed.checkpoint for sharded state (FSDP)"
             if unfit.place.startswith(_VARS):
                 at, remedy = "loop.vars" + unfit.place.removeprefix(_VARS), "Keep a tensor, a list or a dict"
             got = f"{kind.__module__}.{kind.__qualname__}"

@@ -13,7 +13,7 @@ from elasticrt.errors import ConfigError
 
 GRAMMAR = """\
 WHEN: WHAT, where
-  WHEN is  step N         once the training has finished step N
+  WHEN is  step N         once the training has finished step N (without Loop: within 5 s)
            Ns             N seconds after the start (12s, 1.5s)
   WHAT is  kill node K    SIGKILL to its agent; its workers go with it
            drain node K   SIGTERM to its agent: it hands over and leaves

@@ -110,6 +110,8 @@ class _Player:
         # By node, the agents whose end has not been noted.
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._started = 0
+        # The most steps of optimizers in one process of a script without a Loop, which tells no other steps.
+        self._beats = 0
         self._stopped_by = 0
         self._kill_at: float | None = None
         # By node: a line of output, an event, or an exit code. A signal to this process has the node "".
@@ -136,6 +138,8 @@ class _Player:
     def _take(self, node: str, news: bytes | events.Record | int) -> None:
         """Take note of one item of the queue."""
         if isinstance(news, events.Record):
+            if isinstance(news.event, events.Progress):
+                self._beats = max(self._beats, news.event.beats)
             self._show(self._narration.tell(news))
         elif isinstance(news, bytes):
             self._screen.show(news.decode(errors="replace").removesuffix("\n"), node)
@@ -154,7 +158,7 @@ class _Player:
             for process in self._agents.values():
                 process.kill()
         if not self._stopped_by and self._agents:
-            step, elapsed_s = self._narration.story.steps.highest, now - self._narration.started_at
+            step, elapsed_s = max(self._narration.story.steps.highest, self._beats), now - self._narration.started_at
             due = [fault for fault in self._faults if fault.is_due(step, elapsed_s)]
             self._faults = tuple(fault for fault in self._faults if fault not in due)
             for fault in due:
