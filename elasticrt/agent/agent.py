@@ -455,16 +455,16 @@ class Agent(WorkerSide):
         etcd also ends with the run: an agent that was stopped by a signal meanwhile finds it gone, and reads the run's
         result from the logs of other nodes.
         """
-        if not self.membership.embedded_died():
+        has_died, why = self.membership.embedded_died()
+        if not has_died:
             return
         ended = self.membership.how_it_ended(self.member)
         if ended is not None:
             self.console.warn("this machine's etcd has ended with the run; the logs of other nodes have its result")
             self.member.note_result(ended)
             return
-        self.console.warn(
-            "this machine's etcd has died: starting a new one, and all workers again from the newest checkpoint"
-        )
+        died = f"this machine's etcd has died{f' ({why})' if why else ''}"
+        self.console.warn(f"{died}: starting a new one, and all workers again from the newest checkpoint")
         self.supervisor.kill()
         self.membership.open_fresh(self.member)
         self._note_etcd(fresh=True)

@@ -22,6 +22,7 @@ from elasticrt.ipc.wording import listed
 from elasticrt.rendezvous.member import JoinOptions, Member
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.settings import Settings
+from elasticrt.store import embedded
 from elasticrt.store.lease_session import LeaseSession
 from elasticrt.workers.logs import newest_generation
 
@@ -129,10 +130,10 @@ class Membership:
         found = newest_result(self._settings.run_dir) if self.open_store.served is not None else None
         return Result(attempt=member.me.attempt, generation=0, **vars(found)) if found is not None else None
 
-    def embedded_died(self) -> bool:
-        """Whether this agent uses an embedded etcd whose keeper process has ended."""
+    def embedded_died(self) -> tuple[bool, str]:
+        """Whether this agent uses an embedded etcd that has ended, and why; "" if that is not known."""
         served = self.open_store.served
-        return served is not None and not served.is_alive()
+        return (False, "") if served is None else embedded.has_ended(self._settings.run_id, served)
 
     def open_fresh(self, member: Member) -> None:
         """Join again at a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
@@ -147,7 +148,7 @@ class Membership:
         If etcd does not answer, the key vanishes when the lease ends.
         """
         # The key has ended with its embedded etcd.
-        if self.embedded_died():
+        if self.embedded_died()[0]:
             return
         try:
             self.driver.run(member.leave(seat_too=seat_too))

@@ -58,15 +58,17 @@ class EmbeddedServer:
         keeper_pid: the process that started etcd, and ends it when the run no longer needs it.
         keeper_start: when the keeper started (kernel ticks since boot). It tells the keeper from a later process with
             the same number.
+        why_ended: why etcd has ended by itself, in a few words; "" while it runs.
     """
 
     address: Address
     keeper_pid: int
     keeper_start: int
+    why_ended: str = ""
 
     def is_alive(self) -> bool:
-        """Whether the keeper still runs. etcd does not outlive it."""
-        return start_of(self.keeper_pid) == self.keeper_start
+        """Whether etcd still runs: it does not outlive its keeper."""
+        return not self.why_ended and start_of(self.keeper_pid) == self.keeper_start
 
 
 def find(run_id: str) -> EmbeddedServer | None:
@@ -101,6 +103,17 @@ def find_or_start(run_id: str, *, listen: Address | None = None) -> EmbeddedServ
             if served is not None:
                 return served
         raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
+
+
+def has_ended(run_id: str, served: EmbeddedServer) -> tuple[bool, str]:
+    """Whether a server of this run has ended, and why; "" if that is not known, or if there is a new one already."""
+    try:
+        recorded = read_record(record_of(runtime_directory(), run_id))
+    except ConfigError:
+        recorded = None
+    if recorded is None or recorded == served:
+        return not served.is_alive(), ""
+    return True, recorded.why_ended
 
 
 def read_record(path: Path) -> EmbeddedServer | None:

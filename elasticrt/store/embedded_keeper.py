@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ from typing import Any
 from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
 from elasticrt.ipc.std_streams import point_to_null
+from elasticrt.ipc.wording import signal_name
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.embedded import EmbeddedServer
 from elasticrt.store.etcd_server import EtcdProcess
@@ -45,6 +47,9 @@ LEAVE_S = 60.0
 
 SILENT_S = 900.0
 """A server that has not answered for so many seconds is over: no agent trains on for longer without etcd."""
+
+READ_S = 5.0
+"""For how many seconds a record says why the server has ended."""
 
 ANSWER_S = 2.0
 """How many seconds to wait for an answer of the server."""
@@ -125,7 +130,7 @@ def restart_if_terminated(etcd: EtcdProcess) -> bool:
 
 
 def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
-    """Return when etcd has ended or is not needed any more, and its record is removed.
+    """Return when etcd has ended, and its record says so, or is not needed any more, and its record is removed.
 
     SIGTERM, which the members have got as well, ends etcd when the last of them has left. SIGINT ends it at once.
     """
@@ -144,7 +149,32 @@ def keep(run_id: str, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]
             if number != signal.SIGCHLD:
                 demand.note_leaving(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     # This is done at once, without the lock: no agent may find a server that has ended.
-    record.unlink(missing_ok=True)
+    served = embedded.read_record(record)
+    try:
+        if served is not None:
+            embedded.write_record(record, replace(served, why_ended=_how_it_ended(etcd)))
+    except (StoreError, OSError):
+        record.unlink(missing_ok=True)
+
+
+def _forget(record: Path) -> None:
+    """Remove the record of a server that has ended by itself, once its agents have had the time to read why."""
+    if (served := embedded.read_record(record)) is None or not served.why_ended:
+        return
+    time.sleep(READ_S)
+    with embedded.locked():
+        # An agent that looks for a server removes the record, and starts another one.
+        if embedded.read_record(record) == served:
+            record.unlink(missing_ok=True)
+
+
+def _how_it_ended(etcd: EtcdProcess) -> str:
+    """How etcd has ended by itself, in a few words."""
+    assert etcd.process is not None
+    code = etcd.process.returncode
+    if code < 0:
+        return f"killed by {signal_name(-code)}"
+    return f"ended with code {code}: {etcd.why_it_ended()}".removesuffix(": ")
 
 
 def _touched_ns(record: Path) -> int:
@@ -190,6 +220,7 @@ def main(text: str) -> None:
                 keep(order["run_id"], etcd, record, signals)
             finally:
                 etcd.stop()
+        _forget(record)
     # If no directory can take the data, the error's text names the directories.
     except (StoreError, OSError) as error:
         _answer(str(error))

@@ -19,7 +19,7 @@ import pytest
 
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.store import embedded
-from elasticrt.store.embedded import EmbeddedServer, find, find_or_start, read_record, runtime_directory
+from elasticrt.store.embedded import EmbeddedServer, find, find_or_start, has_ended, read_record, runtime_directory
 from elasticrt.store.embedded_keeper import LINGER_S, OVER_S
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import resolve_listen_address
@@ -201,12 +201,13 @@ def test_killed_keeper_of_another_run(runtime: Path) -> None:
 
 
 def test_killed_server(runtime: Path) -> None:
-    """When etcd dies its keeper removes everything and ends; the next agent gets a fresh server of another identity."""
+    """When etcd dies its keeper says how, removes everything and ends; the next agent gets a fresh server."""
     first = find_or_start("r")
     store = EtcdStore((first.address,))
     identity = store.read("/").store_id
     store.close()
     os.kill(etcd_pid(first), signal.SIGKILL)
+    wait_until(lambda: has_ended("r", first) == (True, "killed by SIGKILL"), "the keeper says how")
     wait_until(lambda: nothing_is_left(first, runtime), "the keeper cleaned up")
     second = find_or_start("r")
     store = EtcdStore((second.address,))
