@@ -100,9 +100,12 @@ def stream_resized(before: int, now: int) -> CheckpointError:
 
 def length_of(loader: Any) -> int | None:
     """How many batches an epoch of `loader` has; None if it does not tell."""
+    # Once torch has been asked for the length of a stream, it warns when the stream goes on beyond that.
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  A class around a loader is the script's own code.
         return None
 
 

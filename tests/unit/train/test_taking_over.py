@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import Loop
 from elasticrt.data.position import Position
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.errors import CheckpointError, MisfitError
+from elasticrt.train.batches import length_of
 from elasticrt.train.training_state import TrainingState
 from elasticrt.train.validation import check_same_samplers
 
@@ -217,3 +220,32 @@ def test_tensors_without_plain_numbers_have_a_digest() -> None:
     own = state()
     own.vars.update({f"v{number}": each for number, each in enumerate(odd)})
     assert own.var_digests().keys() == own.vars.keys()
+
+
+class Stream(IterableDataset[int]):
+    """Two samples, whatever its length says."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, 2))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Around:
+    """A class around a loader that it has not got yet."""
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("loader", "length"),
+    [(DataLoader([1, 2, 3]), 3), (DataLoader(Stream()), None), (Around(), None), (iter([1]), None)],
+)
+def test_the_length_of_a_loader_is_known_or_not(loader: object, length: int | None) -> None:
+    """Asking for it raises nothing, and makes torch warn of nothing."""
+    assert length_of(loader) == length
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader if isinstance(loader, DataLoader) else ())) in (0, 2, 3)
