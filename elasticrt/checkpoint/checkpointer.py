@@ -189,7 +189,9 @@ class Checkpointer:
     def wait(self, timeout_s: float = COMMIT_TIMEOUT_S) -> bool:
         """Wait until no save is in flight. Returns False, with a warning, when one still is after `timeout_s` seconds.
 
-        The default is the longest time that a commit may take: a save that takes longer is stuck in the file system.
+        Only rank 0 saves, and only it knows of its saves: other ranks do not wait. The default is the longest time that
+        a commit may take: a save that takes longer is stuck in the file system.
+
         Raises what has ended the save before, such as DuplicateError.
         """
         if not self.snapshots.wait(timeout_s):

@@ -22,8 +22,9 @@ from collections.abc import Collection, Mapping, Sequence
 from elasticrt import events
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_S, SAY_AFTER_S, STOPPED_S
+from elasticrt.liveness.culprit import doing
 from elasticrt.liveness.culprit_search import CulpritSearch
-from elasticrt.liveness.stacks import Stacks, keep
+from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import IDLE_SHARE, WARN_PART, IdleWorkers, stopped_since
 from elasticrt.liveness.step_watch import StepWatch
 from elasticrt.liveness.watched_workers import WatchedWorkers
@@ -211,6 +212,5 @@ def _times_hang_timeout(ended: str) -> float:
 
 
 def where(lines: Sequence[str]) -> str:
-    """The innermost frame in the `lines` of a stack; the first two lines if there is no frame."""
-    places = [line.strip() for line in lines if line.startswith("  File ")]
-    return places[0] if places else "; ".join(lines[:2])
+    """The place in the script that the `lines` of a stack tell; the first two lines if there is no frame."""
+    return doing(main_thread(lines))[1] or "; ".join(lines[:2])

@@ -146,9 +146,10 @@ def state(story: Story, now: float | None = None) -> str:
     if story.lives.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no event since {last:%Y-%m-%d %H:%M:%S} UTC, and no end was recorded"
+    newest = story.lives.newest
+    how = ends(newest.values())
     if others := story.nodes_without_events():
-        return f"no agent of this directory is left ({ends(story.lives.all)}); it has no events of {listed(others)}"
-    newest = {life.node: life for life in story.lives.all}
+        return f"no agent of this directory is left ({how}); it has no events of {listed(others)}"
     first = newest.get(chapter.nodes[0]) if chapter.nodes else None
     # The node of rank 0 saves for all. If its agent ended with this code after some steps, the run was stopped in
     # order, and only its last checkpoint failed.
@@ -163,7 +164,7 @@ def state(story: Story, now: float | None = None) -> str:
         return f"stopped; {failed}{to_go_on(story)}"
     if not story.lives.all:
         return "no node has joined it"
-    return f"ended without a result ({ends(story.lives.all)}); {to_go_on(story)}"
+    return f"ended without a result ({how}); {to_go_on(story)}"
 
 
 def to_go_on(story: Story) -> str:

@@ -399,7 +399,7 @@ def test_a_worker_that_does_not_end_is_named_and_has_a_bound(tmp_path: Path) -> 
     done = alone(tmp_path, script, "--max-restarts", "0", "--hang-timeout", "7")
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert re.search(r"rank 0 ended 5 s ago; rank 1 still runs .*: File .*script.py\", line 3 in <module>", said)
+    assert re.search(r"rank 0 ended 5 s ago; rank 1 still runs .*: script.py:3 in <module>", said)
     assert re.search(r"rank 1 on \S+ did not end, and did nothing for 7 s, after rank 0 had", said)
 
 

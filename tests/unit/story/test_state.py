@@ -107,6 +107,12 @@ def test_a_run_that_failed_was_not_stopped() -> None:
     assert state(story(entries)).startswith("ended without a result (code 143, code 4); ")
 
 
+def test_how_a_former_agent_of_a_node_ended_does_not_count() -> None:
+    """The node was killed, and started again, before the run ended."""
+    entries: list[Entry] = [*SAVED, (6.0, "b", started()), *((7.0, node, events.AgentStopped(4)) for node in "ab")]
+    assert state(story(entries)).startswith("ended without a result (code 4); ")
+
+
 def test_a_run_whose_last_save_failed_was_stopped_without_it() -> None:
     """The agent of rank 0's node has code 5. With any other node's code 5 that node was refused."""
     ends: list[Entry] = [(6.0, "a", events.AgentStopped(5)), (6.0, "b", events.AgentStopped(143))]
