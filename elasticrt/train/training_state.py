@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
 from elasticrt.distributed import collectives
-from elasticrt.errors import CheckpointError, MisfitError
+from elasticrt.errors import CheckpointError, ConfigError, MisfitError
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.train import validation
 from elasticrt.train.batches import AnySampler
@@ -175,6 +176,7 @@ class TrainingState:
         The result is not copied: its tensors are those of the objects. `more` is added to elasticrt's own part.
         """
         states, traits = stateful.collect(self.objects), self.traits
+        _check_vars(self.vars, "loop.vars")
         self._warn_of_other_shapes(states)
         ours = {
             "position": self.position._asdict(),
@@ -325,6 +327,17 @@ class TrainingState:
         """
         for each in self.parameters():
             each.grad = None
+
+
+def _check_vars(value: object, where: str) -> None:
+    """Raise ConfigError for a defaultdict in `value`: it would be a plain dict in newcomers and after a restart."""
+    if isinstance(value, defaultdict):
+        what, remedy = "its factory can't be saved", "Use a dict: counts[key] = counts.get(key, 0) + 1"
+        raise ConfigError(what, where, got="a defaultdict", expected="a dict", remedy=remedy)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, each in items:
+        if isinstance(each, (dict, list, tuple)):
+            _check_vars(each, f"{where}[{key!r}]")
 
 
 def _as_bytes(value: Any) -> bytes:

@@ -9,6 +9,7 @@ import os
 import random
 import time
 import weakref
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -346,11 +347,12 @@ def test_a_seed_is_a_whole_number(tmp_path):
             Loop(tmp_path, seed=seed)
 
 
-def test_a_variable_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path):
+@pytest.mark.parametrize(("value", "got"), [(object(), "builtins.object"), (defaultdict(int), "a defaultdict")])
+def test_a_variable_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path, value, got):
     """Not some steps later, when the first checkpoint is due."""
     run = Run(tmp_path)
-    run.loop.vars["best"] = {"so far": object()}
-    with pytest.raises(ConfigError, match=r"can't be saved \(loop.vars\['best'\]\['so far'\]\): got builtins.object"):
+    run.loop.vars["best"] = {"so far": value}
+    with pytest.raises(ConfigError, match=rf"can't be saved \(loop.vars\['best'\]\['so far'\]\): got {got}"):
         run.to_the_end(1)
     assert not run.ids
 
