@@ -126,7 +126,10 @@ def read_record(path: Path) -> EmbeddedServer | None:
 
 
 def write_record(path: Path, served: EmbeddedServer) -> None:
-    """Record a server, in one step. The lock must be held. Raises StoreError if the record cannot be written."""
+    """Record a server, in one step. Raises StoreError if the record cannot be written.
+
+    The lock must be held, except by the server's own keeper: while that lives, nobody else writes the record.
+    """
     draft = path.with_suffix(".new")
     try:
         draft.write_text(json.dumps(asdict(served)), encoding="utf-8")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from elasticrt import events
+from elasticrt.ipc.failure import ENDED_EARLY
 from elasticrt.story.buckets import AGREE, STANDBY, TRAIN, WAITING, Span, totals
 from elasticrt.story.failures import SILENT, Failures, RunFailure, explained
 from elasticrt.story.generations import FROZEN_S, Chapter, Generations, Standstill, is_failure
@@ -226,10 +227,17 @@ class Story:
         else:
             cause, kind = self._cause(event, before, at) if generations.all else (event.cause, event.kind)
             before.left_at = self.lives.interrupted(before) or before.left_at
+            self._note_early_end(event.cause, before.number, at)
             chapter = generations.begin(event, at, cause=cause, kind=kind, needed=self.run.min_nodes)
         previous = generations.numbers.get(event.number - 1)
         if chapter is not None and previous is not None:
             chapter.short = self.lives.stayed(previous, chapter) < self.run.min_nodes
+
+    def _note_early_end(self, cause: str, generation: int, at: float) -> None:
+        """Note the failure of a worker that ended with code 0 too early. Only the leader sees that it is one."""
+        who, found, _ = cause.partition(f": {ENDED_EARLY}")
+        if found:
+            self.failures.all.append(RunFailure(at, who.rpartition(" on ")[2], f"{who}: {ENDED_EARLY}", generation))
 
     def _cause(self, event: events.Generation, before: Chapter, at: float) -> tuple[str, str]:
         """The cause and kind of the generation that `event` begins at `at`, after the generation `before`.

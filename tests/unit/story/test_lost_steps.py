@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrt import events
+from elasticrt.ipc.failure import ENDED_EARLY
 from elasticrt.story import sentences
 from elasticrt.story.report import changes
 from tests.unit.story.told import THREE_STEPS, Entry, begun, started, story
@@ -222,3 +223,10 @@ def test_a_survivor_that_was_replaced_is_told_of():
     assert [each.what for each in told.failures.all] == [
         "rank 1 on a: was replaced: gloo kept waiting after the connection was closed"
     ]
+
+
+def test_a_worker_that_ends_with_code_0_too_early_has_failed() -> None:
+    """W12: only the leader sees that, and says so in the cause of the next generation."""
+    what = f"rank 1 on b: {ENDED_EARLY}"
+    told = story([*THREE_STEPS, *((5.0, node, begun(2, "ab", "failure", what)) for node in "ab")])
+    assert [(each.node, each.what, each.generation) for each in told.failures.all] == [("b", what, 1)]
