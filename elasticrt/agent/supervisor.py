@@ -119,7 +119,7 @@ class Supervisor:
         self._frozen: dict[int, Failure] = {}
         # When to look for workers that have not taken their new seats; None if there is nothing to look for.
         self._check_seats_at: float | None = None
-        # Whether a worker that is late for its new seat is spared as long as it uses processor time.
+        # Whether a worker that is late for its new seat is spared while it uses processor time, unless its node leaves.
         self._spares_busy = False
         self._joining = JoiningWorkers()
         self.misfit: Failure | None = None
@@ -281,7 +281,9 @@ class Supervisor:
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank, leaves=leaves)]
         pids = self.group.pids(state.number)
         # Called at the first look as well: that call notes the processor time with which the next one compares.
-        works = self._spares_busy and self.hangs.are_busy(now, [pids[rank] for rank in late if rank in pids], age_s)
+        busy = self._spares_busy and self.hangs.are_busy(now, [pids[rank] for rank in late if rank in pids], age_s)
+        # On a node that leaves, the time is short: --drain-timeout has no room for a second limit.
+        works = busy and not leaves
         if late and self._check_seats_at is not None:
             self._watched.ask_for_stacks(Stacks("late", state.number, 0, age_s, False), late)
         elif works:
