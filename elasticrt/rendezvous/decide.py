@@ -85,6 +85,10 @@ COLLATERAL_GRACE_S = 0.25
 within milliseconds and the failing collectives of its peers after that, so the wait is rarely used up. The leader waits
 equally long for the copies of survivors that cannot go on in place."""
 
+RANK_0_GRACE_S = 5.0
+"""How long to wait for the report of rank 0, in seconds, when another rank ends together with rank 0. The run ends in
+any case, and rank 0 has the words for people."""
+
 RETURN_S = 2.5
 """How long to wait for the cause after an outage of etcd, in seconds: the nodes that report come back one by one, as a
 client may wait for two seconds before it connects again."""
@@ -323,7 +327,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
     final = context.final_failure
     if final is not None:
-        until = (context.failed_since or 0.0) + COLLATERAL_GRACE_S
+        until = (context.failed_since or 0.0) + RANK_0_GRACE_S
         if final.collateral and context.now < until:
             return Wait("a worker ended together with rank 0; waiting for the report of rank 0's node", until)
         return Finish(final.summary, "failed", final.final_code, final.text)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticrt.ipc.failure import ENDED_EARLY, Failure
-from elasticrt.rendezvous.decide import RETURN_S
+from elasticrt.rendezvous.decide import RANK_0_GRACE_S, RETURN_S
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
 from elasticrt.rendezvous.records import Restarts
 from elasticrt.store.protocol import Delete, StoreUnavailable, Txn
@@ -440,7 +440,7 @@ def test_who_ends_together_with_rank_0_is_not_to_blame(*, told: bool) -> None:
     assert world.members["n0"].ended is None
     if told:
         world.members["n0"].fail(final_code=5)
-    world.pass_time(0.0 if told else 0.5)
+    world.pass_time(0.0 if told else RANK_0_GRACE_S + 0.5)
     world.settle()
     ended = world.members["n0"].ended
     assert isinstance(ended, End)
