@@ -27,8 +27,11 @@ from elasticrt.store.protocol import Address
 READY_S_MAX = 60.0
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that nobody listens on, for a server that is started later.
+    """A port that nobody listens on, for a server that is started later. Another one at each call.
 
     Not one of those that the kernel gives to whoever asks for any: of those somebody else's may be the next.
     """
@@ -36,8 +39,10 @@ def free_port() -> int:
     while True:
         port = random.SystemRandom().randrange(10_000, max(kernels, 20_000))
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
+            if port not in _given:
+                probe.bind(("", port))
+                _given.add(port)
+                return port
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
