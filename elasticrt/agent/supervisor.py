@@ -47,6 +47,7 @@ from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.watched_workers import WatchedWorkers
+from elasticrt.rendezvous.decide import RANK_0_GRACE_S
 from elasticrt.rendezvous.decision import Go, Hold, Me, ReleaseHold
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
@@ -847,7 +848,10 @@ class Supervisor:
             return
         self.progress.generation_ending()
         self.progress.note_last_step()
-        if not self._able_in_place():
+        if failure.collateral and failure.final_code:
+            # It ends together with rank 0, which may be on this node, and is about to say why.
+            self._kill_at = self._clock.monotonic() + RANK_0_GRACE_S
+        elif not self._able_in_place():
             # The other workers of this node cannot go on in place: they can only fail too, or hang.
             self._end_workers()
         elif self._state.generation is not None and self._state.seat is not None:

@@ -331,6 +331,7 @@ def test_a_damaged_checkpoint_is_told_of_once(tmp_path: Path) -> None:
     said = [line for line in done.stderr.splitlines() if re.match(r"\[rank \d\] rank \d", line)]
     assert sum("no checkpoint can be used" in line for line in said) == 1, done.stderr
     assert sum("ends with the CheckpointError of rank 0" in line for line in said) == 2, done.stderr
+    assert "rank 0 failed first" in done.stderr, done.stderr
 
 
 def test_a_run_that_has_succeeded_is_not_run_again(tmp_path: Path) -> None:
