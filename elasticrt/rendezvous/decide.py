@@ -555,7 +555,7 @@ def _is_suspected(context: LeaderContext, seat: Seat) -> bool:
         term_s = context.spec.lease_ttl_s
         since = max(context.generation_seen_at, vanished - SILENCE_TERMS * term_s)
         evidence.append(vanished if has_answered or context.is_training else since)
-    if key is not None and context.isolated:
+    if key is not None and context.isolated and not context.is_back_unheard(seat):
         evidence.append(key.since)
     if evidence and verdict is not None and verdict.kind == "silent":
         evidence.append(context.answered_probe_at)
@@ -567,10 +567,10 @@ def _is_suspected(context: LeaderContext, seat: Seat) -> bool:
 def _fence_or_wait(context: LeaderContext) -> Decision | None:
     """Fence dead members at once, and silent ones only while the leader is not `isolated`. None: no member is in doubt.
 
-    Of two nodes neither can tell which one is cut off. So a whole lease term decides, in which etcd keeps both keys and
-    the silent node is probed once more before the end. Silence alone is not enough: steps that go on meanwhile show
-    that all nodes are there. A node that answers but has no key gets a lease term to register again, because etcd can
-    lose every lease at once.
+    Of two halves, as of two nodes, neither can tell which one is cut off. So a whole lease term decides, in which etcd
+    keeps the keys of both and the silent half is probed once more before the end. Then the half of the leader stays.
+    Silence alone is not enough: steps that go on meanwhile show that all nodes are there. A node that answers but has
+    no key gets a lease term to register again, because etcd can lose every lease at once.
     """
     verdicts = context.view.verdicts
     here = [
@@ -584,10 +584,10 @@ def _fence_or_wait(context: LeaderContext) -> Decision | None:
     silent = [
         (seat, key, verdict)
         for seat, key, verdict in here
-        # A key younger than the silence does not count: its node was fenced, and has come back since.
+        # A node with a key younger than the silence was fenced, and has come back since: see `_lost_at`.
         if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
-    if silent and (context.failed_since is not None or context.standing_since is not None):
+    if silent and context.is_in_trouble:
         seat, key, verdict = silent[0]
         if not context.isolated:
             return Fence(f"{seat.node} is silent", key)
@@ -599,7 +599,7 @@ def _fence_or_wait(context: LeaderContext) -> Decision | None:
         if context.now < term_over:
             until = ask_again if context.now < ask_again else term_over
             return Wait(f"{context.silent_count} of {nodes} silent: the leases in etcd decide", until)
-        if len(context.seats) == 2:
+        if context.half_is_silent:
             return Fence(f"{seat.node} has been silent for a whole lease term", key)
         # The leases of the silent nodes live. That most of a run is cut off is unlikely, so this node is. It comes back
         # with the youngest key, and another member leads.
@@ -620,19 +620,19 @@ def _is_lost(context: LeaderContext, seat: Seat) -> bool:
 def _lost_at(context: LeaderContext, seat: Seat) -> float:
     """The time at which a seat's node is lost; minus infinity if it is already, infinity while its key is there.
 
-    A node is lost at once if it has left, lives another life, or its key is missing and it is dead or silent. Otherwise
-    it is lost when its key has been missing for a lease term. For an isolated leader silence does not count at once:
+    A node is lost at once if it has left, lives another life, or its key is missing and it is dead or silent. A silent
+    node that was fenced is lost as well if it registers again before the next generation is published. Otherwise a node
+    is lost when its key has been missing for a lease term. For an isolated leader silence does not count at once:
     etcd can lose every lease while a leader is cut off.
     """
-    if context.has_left(seat):
+    if context.has_left(seat) or context.is_back_unheard(seat):
         return -math.inf
     if context.key_of(seat) is not None:
         return math.inf
     verdict, away_since = context.view.verdicts.get(seat.incarnation), context.vanished_at(seat)
     if verdict is not None and verdict.kind != "alive":
-        # Of two nodes the leader is isolated whenever the other is silent. There the missing key decides: etcd has
-        # ended the other's lease and kept this one's.
-        if verdict.kind == "dead" or len(context.seats) == 2 or not context.isolated:
+        # Of two halves, as of two nodes, the missing key decides: etcd has ended the other's lease and kept this one's.
+        if verdict.kind == "dead" or context.half_is_silent or not context.isolated:
             return -math.inf
         away_since = min(away_since, verdict.asked_at)
     return away_since + context.spec.lease_ttl_s

@@ -195,6 +195,27 @@ class LeaderContext:
         return 2 * self.silent_count >= len(self.seats)
 
     @property
+    def half_is_silent(self) -> bool:
+        """Whether exactly half of the seats' nodes are silent, as one of two. Then the leader's half stays."""
+        return 2 * self.silent_count == len(self.seats)
+
+    def is_back_unheard(self, seat: Seat) -> bool:
+        """Whether a silent node was fenced and has registered again meanwhile: it reaches etcd, but not this leader.
+
+        For an isolated leader this says nothing. Of two halves, it does once the silence has lasted for a lease term.
+        """
+        verdict, key = self.view.verdicts.get(seat.incarnation), self.key_of(seat)
+        if key is None or verdict is None or verdict.kind != "silent" or not has_registered_since(key, verdict):
+            return False
+        after_term = self.half_is_silent and key.since >= verdict.since + self.spec.lease_ttl_s
+        return self.is_in_trouble and (after_term or not self.isolated)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether a failure is reported, or this member's steps stand still. Otherwise silence proves nothing."""
+        return self.failed_since is not None or self.standing_since is not None
+
+    @property
     def is_training(self) -> bool:
         """Whether this member's own workers make steps with all others."""
         is_running = self.me.running_generation == self.generation.number and not self.me.starting

@@ -36,6 +36,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
+    "a fenced node that registers again at once is waited for": (
+        "L1",
+        "a node out of its peers' reach registers again before the leader knows that it is fenced",
+    ),
     "who has lost its key is not asked": ("L1", "a node loses power, and the workers of the others hang"),
     "an old silence is believed": ("L7", "of two nodes one is silent for a moment, and loses its key long after"),
     "a silence is believed although steps go on": (
@@ -86,7 +90,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S13",
         "the last worker of the node that leads is killed before it gets its seat, and then all others",
     ),
-    "what follows from a failure costs no restart": ("S13", "the leader is silent"),
+    "what follows from a failure costs no restart": (
+        "S13",
+        "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
+    ),
     "a lost connection knows of no steps": (
         "L1",
         "connections break more often than there are restarts, and steps are made in between",
@@ -401,7 +408,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is killed when all were told to go for a newcomer, and the leader has no seat to notice it",
     ),
-    "_is_suspected without: key is not None and context.isolated": (
+    "_is_suspected without: key is not None and context.isolated and (not context.is_back_unheard(seat))": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
@@ -413,20 +420,21 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is killed",
     ),
-    "_fence_or_wait without: silent and (context.failed_since is not None or context.standing_since is not No": (
-        "L1",
-        "a node is out of its peers' reach",
-    ),
+    "_fence_or_wait without: silent and context.is_in_trouble": ("L1", "the leader is silent"),
     "_fence_or_wait without: not context.isolated": ("L1", "a node is out of its peers' reach"),
     "_fence_or_wait without: context.now >= ask_again > verdict.asked_at": (
         "L6",
         "of two nodes one is out of reach for most of a lease term, and is asked again before it is given up",
     ),
+    "_fence_or_wait without: context.half_is_silent": ("L1", "two halves do not hear each other, and both reach etcd"),
     "_fence_or_wait without: keyless": ("L7", "a member without a key is waited for"),
-    "_lost_at without: context.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
+    "_lost_at without: context.has_left(seat) or context.is_back_unheard(seat)": (
+        "L1",
+        "a node leaves, and its machine goes off",
+    ),
     "_lost_at without: context.key_of(seat) is not None": ("L7", "a former leader publishes"),
     "_lost_at without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
-    "_lost_at without: verdict.kind == 'dead' or len(context.seats) == 2 or (not context.isolated)": (
+    "_lost_at without: verdict.kind == 'dead' or context.half_is_silent or (not context.isolated)": (
         "L1",
         "a node is killed",
     ),

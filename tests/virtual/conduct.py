@@ -7,6 +7,7 @@ checked in `invariants`. The names are the rows of the table of invariants.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -167,9 +168,18 @@ class Conduct:
         fenced = self._fenced.setdefault((self.history.number(), process.name, process.life), set())
         fenced -= heard
         fenced.add(node)
-        require(
-            2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes"
-        )
+        may = self._may_do_without(process, process.agent.member.view, fenced, seats)
+        require(may, "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes")
+
+    @staticmethod
+    def _may_do_without(process: Process, view: View, names: Collection[str], seats: dict[str, Seat]) -> bool:
+        """Whether so few healthy nodes may be taken out: fewer than half, or half after a lease term of silence."""
+        if 2 * len(names) != len(seats):
+            return 2 * len(names) < len(seats)
+        assert view.spec is not None
+        verdicts = [view.verdicts.get(seats[name].incarnation) for name in names]
+        term_s, now = view.spec.record.spec.lease_ttl_s, process.clock()
+        return all(said and said.kind == "silent" and now >= said.since + term_s for said in verdicts)
 
     def _l4_hears_most(self, process: Process, seats: dict[str, Seat]) -> None:
         """L4: who takes another out has heard most of the others, as far as they can be heard."""
@@ -189,7 +199,8 @@ class Conduct:
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
                 deaf.append(seat.node)
-        require(2 * len(deaf) < len(seats), "L4", f"{process.name} takes others out, and hears none of {deaf}")
+        may = self._may_do_without(process, view, deaf, seats)
+        require(may, "L4", f"{process.name} takes others out, and hears none of {deaf}")
 
     # Who is left out.
 
@@ -312,10 +323,11 @@ class Conduct:
         """L4: as `_fences`: a leader that cannot hear most of the others does not go on without them."""
         if self.writer is None or len(old) <= 2:
             return
-        publisher = self.writer[0]
+        publisher, _, intent = self.writer
         unheard = [seat.node for seat in out if not self.sim.linked(publisher, self.sim.processes[seat.node])]
         text = f"{publisher.name} goes on without {unheard}, who live: {new.cause}"
-        require(2 * len(unheard) < len(old), "L4", text)
+        assert intent.view is not None, "a leader has a view"
+        require(self._may_do_without(publisher, intent.view, unheard, old), "L4", text)
 
     # Workers.
 

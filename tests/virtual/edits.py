@@ -52,7 +52,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "an isolated leader takes silence for death": ((_DECIDE, "_lost_at", "or not context.isolated", "or True"),),
     "an isolated leader passes over who has come back": (
-        (_DECIDE, "_is_suspected", "if key is not None and context.isolated:", "if False:"),
+        (_DECIDE, "_is_suspected", "if key is not None and context.isolated and not context.is_back_unheard(seat):", "if False:"),
+    ),
+    "a fenced node that registers again at once is waited for": (
+        (_DECIDE, "_lost_at", "context.has_left(seat) or context.is_back_unheard(seat)", "context.has_left(seat)"),
     ),
     "who has lost its key is not asked": ((_DECIDE, "_is_suspected", "if key is None:", "if False:"),),
     "an old silence is believed": (

@@ -64,10 +64,6 @@ HARMLESS: dict[str, str] = {
         "half seconds and not after a lease term: it costs this node's life where the leases of dead nodes might "
         "have told."
     ),
-    "_fence_or_wait without: len(context.seats) == 2": (
-        "harmless because the leader then comes back as the youngest and the other node leads: the same pause, "
-        "another survivor. The rule keeps the run where rank 0 and its state are."
-    ),
     "_after_loss without: (wait := wait_for_save(context, lost)) is not None": (
         "harmless because rank 0 then saves the same step once more in the generation that follows. The rule spares "
         "nodes that leave the time of a second checkpoint, which they may not have."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Probe, Rejoin, Wait
+from elasticrt.rendezvous.decision import Fence, Probe, Rejoin, Wait
 from elasticrt.store.lease_session import SessionState
 from tests.virtual.world import World, running, spec
 
@@ -63,17 +63,17 @@ def test_who_was_out_of_reach_is_asked_again_while_it_is_needed() -> None:
 
 
 def test_a_leader_that_nobody_reaches_lets_another_lead() -> None:
-    """N02: it hears neither of the others, evicts nobody, and after a lease term becomes the newcomer itself."""
+    """N02: it hears neither of the others and evicts nobody; they fence it, and go on at once though it registers."""
     world = _world(3)
     world.cuts = [{"n0", "n1"}, {"n0", "n2"}]
     for member in world.members.values():
         member.fail(collateral=True)
     world.settle()
-    assert world.generations() == [1]
+    assert not any(isinstance(decision, Fence) for decision in world.members["n0"].story)
+    assert _newest(world) == ["n1", "n2"]
     world.pass_time(20.0)
     assert any(isinstance(decision, Rejoin) for decision in world.members["n0"].story)
     assert world.generations() == [1, 2]
-    assert _newest(world) == ["n1", "n2"]
     assert world.members["n1"].life == world.members["n2"].life == 0, "the healthy majority keeps its lives"
     world.cuts = []
     world.pass_time(6.0)
@@ -81,14 +81,16 @@ def test_a_leader_that_nobody_reaches_lets_another_lead() -> None:
 
 
 def test_two_halves_that_both_reach_etcd_settle_on_one() -> None:
-    """N02, S1: two of four hear each other only; one half goes on, the other waits to be reachable."""
+    """N02, S1: two of four hear each other only; the leader's half goes on, the other waits to be reachable."""
     world = _world(4)
     world.cuts = [{a, b} for a in ("n0", "n1") for b in ("n2", "n3")]
     for member in world.members.values():
         member.fail(collateral=True)
     world.settle()
-    world.pass_time(40.0)
-    assert _newest(world) in (["n0", "n1"], ["n2", "n3"])
+    world.pass_time(6.0)
+    assert _newest(world) == ["n0", "n1"]
+    assert world.members["n0"].life == world.members["n1"].life == 0
+    world.pass_time(34.0)
     assert world.generations() == [1, 2]
     world.cuts = []
     world.pass_time(6.0)

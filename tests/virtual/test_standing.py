@@ -83,6 +83,21 @@ def test_moving_steps_cost_no_question() -> None:
     assert {name: _rounds(member) for name, member in world.members.items()} == before
 
 
+@pytest.mark.parametrize(("nodes", "cut_off", "after_s"), [(3, 1, 0.0), (2, 1, 5.0), (4, 2, 5.0), (6, 3, 5.0)])
+def test_a_node_that_registers_again_at_once_is_left_out_all_the_same(nodes: int, cut_off: int, after_s: float) -> None:
+    """N02, L1: etcd tells the fenced at once, and they register before the others have new seats; none waits for it."""
+    world = running(nodes, max_nodes=nodes)
+    names = sorted(world.members)
+    here, there = names[:-cut_off], names[-cut_off:]
+    world.cuts = [{a, b} for a in here for b in there]
+    _stand(world, *names)
+    world.pass_time(after_s + 0.5)
+    check_ranks(world, 2, here)
+    assert all(world.members[name].life == 0 for name in here), "nobody healthy begins anew"
+    world.pass_time(20.0)
+    assert world.generations() == [1, 2], "who cannot be reached is not let in again and again"
+
+
 def test_of_two_the_silent_one_has_a_lease_term() -> None:
     """N02: neither can tell whose fault the silence is; only after a lease term in which etcd kept both one is out."""
     world = running(2)

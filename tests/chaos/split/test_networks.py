@@ -228,6 +228,25 @@ def test_two_halves_with_etcd_on_one_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_halves_that_both_reach_etcd(tmp_path: Path) -> None:
+    """N05, L5: two nodes and two, etcd in reach of all: the leader's half goes on, the other comes back."""
+    with site(tmp_path, "1:4", ("a", "b", "c", "d")) as run:
+        leader = _leader(run)
+        near = (leader, next(name for name in "abcd" if name != leader))
+        far = tuple(name for name in "abcd" if name not in near)
+        number = run.number()
+        run.network.cut(run.nodes_of(*near), run.nodes_of(*far))
+        run.together(*near)
+        run.wait_for_silence(3 * TTL_S)
+        assert run.number() == number + 1, "the other half is not let in while nobody reaches it"
+        run.network.heal()
+        run.together("a", "b", "c", "d")
+        history = run.ends_well()
+        assert all(len(history.lives(name)) == 1 for name in near), "nobody healthy begins anew"
+        assert all(len(history.lives(name)) == 2 for name in far)
+
+
+@pytest.mark.slow
 def test_a_group_that_ran_on_and_comes_back(tmp_path: Path) -> None:
     """S2, A06: a world without etcd runs on for a thousand steps while another takes its place: nothing of it counts.
 
