@@ -44,7 +44,7 @@ class RunSpec(BaseModel):
         max_nodes: nodes beyond this number stand by.
         command: what a worker runs, with its arguments. It is compared with the joiner's own, never executed from etcd.
         max_restarts: the restarts that are allowed, see `restarts_reset`.
-        restarts_reset: whether progress (see `leader_context.counting`) gives the whole restart budget back.
+        restarts_reset: whether progress (see `leader_context.restarts_after`) gives the whole restart budget back.
         join_timeout_s: how long to wait for `min_nodes`.
         lease_ttl_s: the lease that every member asks of etcd.
         join, settle_quiet_s, settle_max_s: see `RunOptions`.

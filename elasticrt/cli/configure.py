@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli.options import log_place
 from elasticrt.cli.slurm import Slurm, placed, surplus
@@ -84,20 +84,11 @@ def configure(
         run_dir=Path(log_place(options.log_dir), run_id).absolute(),
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
-    spec = RunSpec(
-        min_nodes=least,
-        max_nodes=most,
-        command=(command.kind, *command.argv),
-        max_restarts=settings.max_restarts,
-        restarts_reset=options.max_restarts is None,
-        join_timeout_s=options.join_timeout_s,
-        lease_ttl_s=options.lease_ttl_s,
-        join=options.join,
-        settle_quiet_s=options.settle_quiet_s,
-        settle_max_s=options.settle_max_s,
-        role=options.role,
-    )
-    return settings, spec
+    # An option on which all nodes must agree is a field of both, under one name.
+    agreed: dict[str, Any] = {each: getattr(options, each) for each in RunSpec.model_fields if hasattr(options, each)}
+    agreed |= {"min_nodes": least, "max_nodes": most, "command": (command.kind, *command.argv)}
+    agreed |= {"max_restarts": settings.max_restarts, "restarts_reset": options.max_restarts is None}
+    return settings, RunSpec(**agreed)
 
 
 # The script.

@@ -12,8 +12,9 @@ The life of a generation g:
         │                 a node fails, leaves or joins                                      ▼
         └──────────────── the leader publishes g + 1 (the stop signal for g) ◄──────── workers run, or end: result
 
-* The leader is the live member with the oldest key. It publishes generations and nothing more. If two members believe
-  that they lead, the compare-and-swap lets one through.
+* The leader is the live member with the oldest key. It probes and fences other members, plans changes of membership,
+  publishes generations, and writes the result. If two members believe that they lead, the compare-and-swap lets one
+  through.
 * A member whose workers failed files a report. The leader then probes every other seat, fences the members that are
   certainly dead, and publishes the next generation from the rest. Only a silent machine makes the leader wait for a
   lease to end.

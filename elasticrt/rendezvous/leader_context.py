@@ -575,13 +575,13 @@ every script reads its snapshots with `torch.load`. A failure that comes at once
 
 
 def restarts_after(context: LeaderContext, failure: Failure) -> Restarts:
-    """The restarts once the failure `first` is counted. After progress the count begins at one again.
+    """The restarts once `failure` is counted. After progress the count begins at one again.
 
     Progress is a new committed step, or a step further than at any failure before: survivors keep that step unsaved. A
     script without a Loop commits none. There a generation makes progress if it makes more optimizer steps than any
-    before, makes some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a
-    snapshot and stepping from it. The time of the newest snapshot only grows, and a snapshot that one worker both
-    writes and reads does not count.
+    before, makes some from a newer snapshot, or lasts for LONG_GENERATION_S. So no run restarts for ever without
+    writing a snapshot and stepping from it. The time of the newest snapshot only grows, and a snapshot that one worker
+    both writes and reads does not count.
 
     A worker that was killed after a step of its own is like a lost node: the others go on if they have the state, and
     no restart is spent. A worker that ends before its first step spends one, so this does not go on for ever either.

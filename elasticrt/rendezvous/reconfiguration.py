@@ -73,7 +73,7 @@ def probe_times(handover: Stored[HandoverRecord], now: float) -> tuple[list[floa
         handover: the handover.
         now: the member's monotonic clock, in seconds.
     """
-    # The largest HOLDING_S * 2**k that has passed. Before the first probe is due, k is -1.
+    # The largest HANDOVER_PROBE_S * 2**k that has passed. Before the first probe is due, k is -1.
     passed_s = max(now - handover.since, HANDOVER_PROBE_S / 2)
     late_s = HANDOVER_PROBE_S * 2 ** math.floor(math.log2(passed_s / HANDOVER_PROBE_S))
     return [handover.since + late_s] if late_s >= HANDOVER_PROBE_S else [], handover.since + 2 * late_s

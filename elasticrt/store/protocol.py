@@ -1,4 +1,4 @@
-"""What the rendezvous asks of a store: etcd's own model, reduced to what this project uses. Values and one Protocol.
+"""What the rendezvous asks of a store: etcd's own model, reduced to what this project uses. Pure.
 
 Two stores implement it: `store.etcd` (the real one) and `tests.memory_store` (the model, also used by the simulator).
 One contract suite, `tests/contract`, runs against both.

@@ -26,8 +26,37 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * TICKS) * 10**9 // TICKS
 
 
+INVARIANTS = {
+    "S1": "there is one leader, one generation of each number, and each has the next number",
+    "S2": "only the current generation commits, each time on top of the head that was there before",
+    "S3": "each rank is given once, to a member with the run's options, and the number of nodes is within its limits",
+    "S4": "a process group has workers of one generation",
+    "S5": "each step counts once, and each sample once in an epoch",
+    "S6": "a generation starts from the newest state, and all its ranks from the same",
+    "S8": "what was said to be saved is saved",
+    "S9": "shared data are published by the one node that has the claim",
+    "S10": "no step that was reported is lost or done again",
+    "S11": "nothing is deleted that is still in use",
+    "S12": "an attempt has one result, and each agent's exit code agrees with it",
+    "S13": "failures count as restarts once, lost nodes and planned changes never, and no run goes on without budget",
+    "S16": "workers live only as long as their generation, their agent and its lease allow",
+    "S18": "no finished step is lost while a worker that has its state lives",
+    "S19": "the ranks of a generation begin from the same step, and do each step together",
+    "S20": "a worker comes only to the process group in which it has a rank",
+    "L1": "after a fault, training goes on soon, and ends",
+    "L2": "agents and workers end soon after the result, or when told",
+    "L3": "a run gives up for lack of nodes after `--join-timeout`, not before",
+    "L4": "every healthy node gets a seat, and nobody who is cut off takes it from the others",
+    "L6": "nothing changes for no reason, or more often than necessary",
+    "L7": "who lives and can be reached is not left out, and an outage of etcd costs nobody a place",
+    "L8": "nobody tries the same for ever",
+    "L9": "healthy workers keep their processes",
+}
+"""What must hold, by the names that `Violation` and the docstrings of tests use: S is safety, L liveness."""
+
+
 class Violation(AssertionError):  # noqa: N818  The protocol's word, not ours.
-    """An invariant does not hold. `name` is its row in the table of invariants."""
+    """An invariant does not hold. `name` is its key in INVARIANTS."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
@@ -36,6 +65,7 @@ class Violation(AssertionError):  # noqa: N818  The protocol's word, not ours.
 
 def require(holds: object, name: str, text: str) -> None:
     """An invariant, or the end of this run."""
+    assert name in INVARIANTS, f"{name} is not among INVARIANTS"
     if not holds:
         raise Violation(name, text)
 

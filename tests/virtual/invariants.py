@@ -1,7 +1,7 @@
 """What must hold, as small functions over the store's revision history and the workers' records.
 
 `Invariants` is told of every revision in the moment it happens, of what workers do and of what agents say to them; the
-names are the rows of the table of invariants. Each check looks only at what is new: all of them run all the time.
+names are those of `engine.INVARIANTS`. Each check looks only at what is new: all of them run all the time.
 """
 
 from __future__ import annotations

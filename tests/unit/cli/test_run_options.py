@@ -12,6 +12,7 @@ from elasticrt.cli.configure import configure, count_workers
 from elasticrt.cli.main import build_parser, main
 from elasticrt.cli.run import options_given
 from elasticrt.errors import ConfigError
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 
@@ -34,6 +35,13 @@ def test_defaults() -> None:
     assert (spec.min_nodes, spec.max_nodes, spec.max_restarts, spec.restarts_reset) == (1, 1, 3, True)
     assert (settings.workers, settings.etcd, settings.start_method) == (1, (), "fork")
     assert settings.run_id.count("-") == 2
+
+
+def test_what_all_nodes_agree_on_comes_from_the_option_of_that_name() -> None:
+    """S3: an option that is also a field of the spec needs no other line; a field without one is named here."""
+    assert RunSpec.model_fields.keys() - vars(RunOptions()).keys() == {"protocol", "command", "restarts_reset"}
+    _, spec = _configure("--role", "trainer", "--lease-ttl", "9s", "--join", "failure", "train.py")
+    assert (spec.role, spec.lease_ttl_s, spec.join) == ("trainer", 9.0, "failure")
 
 
 @pytest.mark.parametrize(
