@@ -118,6 +118,16 @@ def added(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[str]
             del begun[:end]
 
 
+def store_of(path: Path) -> str:
+    """The identity of the etcd that the last writer of an event file has joined; "" if it is not known."""
+    try:
+        joined = [each.event.store for each in records(path) if isinstance(each.event, events.AgentStarted)]
+    except OSError as error:
+        log.warning("which etcd an agent has joined cannot be read: %s: %s", path, error.strerror)
+        return ""
+    return joined[-1] if joined else ""
+
+
 def newest_result(directory: Path) -> events.Result | None:
     """The newest result in a run's directory; None if there is none, or if a later attempt has begun."""
     ends: list[tuple[float, events.Result | None]] = [(0.0, None)]

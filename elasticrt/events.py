@@ -53,6 +53,7 @@ class AgentStarted(Event):
     machine: str = ""
     min_nodes: int = 1  # The run waits while it has fewer nodes.
     max_nodes: int = 1  # At most so many nodes train.
+    store: str = ""  # The identity of etcd's data, as etcd tells it: the id of its cluster.
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,10 @@ class Agent(WorkerSide):
             self.drain_until = None
             self.drain_timed_out = True
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
-            late += ", as a save takes longer: allow for it by --drain-timeout" if member.me.saves else ""
+            if unagreed:
+                late += f", as {unagreed}"
+            elif member.me.saves:
+                late += ", as a save takes longer: allow for it by --drain-timeout"
             member.me = replace(member.me, leave_reason=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
@@ -413,7 +416,7 @@ class Agent(WorkerSide):
             self.console.nothing_to_do(result)
             return False
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
-        self.console.joined(self.member.me, self.membership.open_store)
+        self.console.joined(self.member.me, self.membership.open_store, self.member.replica.store_id)
         if self.health is not None:
             self.console.events.write(events.Health(url=self.health.url))
         if settings.alone:

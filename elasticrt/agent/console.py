@@ -239,8 +239,11 @@ class Console:
             self._goodput_at, self._goodput = now + GOODPUT_SHARE * (at - story.begin), story.goodput(at)
         return sentences.now_at(story, at, self._goodput if newest else None, step=newest)
 
-    def joined(self, me: Me, store: OpenStore) -> None:
-        """Say that this agent has become a member, in the etcd of `store`, and how other nodes can join."""
+    def joined(self, me: Me, store: OpenStore, store_id: str) -> None:
+        """Say that this agent has become a member, in the etcd of `store`, and how other nodes can join.
+
+        `store_id`: the identity of etcd's data.
+        """
         settings, etcd, name = self._settings, ",".join(map(str, store.endpoints)), me.record.node
         self.events.rename(name)
         self._node = name
@@ -248,6 +251,7 @@ class Console:
             pid=os.getpid(),
             run_id=settings.run_id,
             etcd=etcd,
+            store=store_id,
             run_dir=str(settings.run_dir),
             machine=machine(),
             min_nodes=me.spec.min_nodes,
@@ -346,10 +350,11 @@ class Console:
         self._summarize()
         if decision.others_go_on:
             if late_after > reached:
-                unless = "" if alone else " unless another node's workers go on with it"
                 why = "and etcd does not say whether a checkpoint has it"
                 if known:
-                    why = "and no checkpoint has it: it is lost" + unless
+                    steps = f"steps {reached + 1:,} to {late_after:,} are" if late_after > reached + 1 else "it is"
+                    unless = "" if alone else " unless another node's workers go on"
+                    why = f"and no checkpoint has it: {steps} lost{unless}"
                 self.say(f"step {late_after:,} was not handed over, {why}", "unsaved", level="error")
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return

@@ -16,7 +16,7 @@ from elasticrt.agent.store_discovery import OpenStore
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
-from elasticrt.event_log import newest_result, writers
+from elasticrt.event_log import newest_result, store_of, writers
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import listed
 from elasticrt.rendezvous.member import JoinOptions, Member
@@ -109,10 +109,12 @@ class Membership:
     def _check_elsewhere(self, member: Member, living: set[str]) -> None:
         """Refuse a run that is new to this store, and whose agents, those `living`, are in another one.
 
-        Agents that were in this store may still be ending, so they get some time. Raises DuplicateError.
+        An agent in this store counts as in the run, although its lease may have ended in an outage. Agents of a store
+        that was here before may still be ending, so they get some time. Raises DuplicateError.
         """
         clock, directory = self._edges.clock, self._settings.run_dir
         until = clock.monotonic() + ENDING_S
+        living = {name for name in living if store_of(directory / name) != member.replica.store_id}
         while living and clock.monotonic() < until and not self._told_to_leave():
             clock.sleep(LOOK_AGAIN_S)
             living = living & writers(directory)

@@ -296,12 +296,19 @@ class Supervisor:
             self._fail_in_place(state.seat, text)
 
     def _end_stopped(self, now: float) -> None:
-        """End workers that a signal (SIGSTOP) has stopped for too long, in their seats or beside the training."""
+        """End workers that a signal (SIGSTOP) has stopped for too long, in their seats or beside the training.
+
+        A worker parent that is stopped goes on. It serves this agent alone; without it workers neither start nor end.
+        """
         state, group = self._state, self.group
         sits = state.seated if state.running and state.seat is not None and not state.hung else frozenset()
         pids = {rank: pid for rank, pid in group.pids(state.number).items() if rank in sits}
         beside = {rank: pid for rank, pid in group.pids(0).items() if rank in self._joining.ranks}
-        over = self.hangs.stopped(now, [*pids.values(), *beside.values()])
+        parent = [self._parent.pid] if self._parent is not None else []
+        over = self.hangs.stopped(now, [*pids.values(), *beside.values(), *parent])
+        if self._parent is not None and self._parent.pid in over:
+            self._parent.wake()
+            self._say(f"the worker parent (pid {self._parent.pid}) was stopped by a signal (SIGSTOP), and goes on")
         if late := {rank: pid for rank, pid in beside.items() if pid in over}:
             self._end_frozen(0, late, stopped_failure([], node=self._settings.node, where="beside the training"))
         if late := {rank: pid for rank, pid in pids.items() if pid in over}:

@@ -79,12 +79,15 @@ def etcd(
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 5)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
-    # Before 3.6 etcd does not tell its quota, and one that is full may have a smaller quota than the default.
-    known = f" of {_size(quota)}" if server.quota_bytes else "" if troubles else f" of {_size(quota)} (the default)"
+    # Before 3.6 etcd does not tell its quota. The one that was started here has the default.
+    size = f"{_size(server.used_bytes)} of {_size(quota)} used"
+    if not (server.quota_bytes or own):
+        unknown = "" if troubles else f" (etcd {server.version} does not tell its quota; the default is {_size(quota)})"
+        size = f"{_size(server.used_bytes)} used{unknown}"
     times = "" if troubles or refused else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     no_times = f"; times are unknown, as this user has no readwrite permission on {refused}"
     return _judged(
-        f"{server.version} {place}: {times}{_size(server.used_bytes)}{known} used",
+        f"{server.version} {place}: {times}{size}",
         # 3.5.0 to 3.5.4 can lose writes in a crash ("unsafe"), so none of these is recommended below.
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),

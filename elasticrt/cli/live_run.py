@@ -12,7 +12,7 @@ from typing import Any
 from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import check_name
-from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
+from elasticrt.rendezvous.records import Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.embedded import EmbeddedServer, find
@@ -136,7 +136,8 @@ class LiveRun:
         result = None if spec is None else self.record(self.keys.result(spec.attempt), Result)
         if result is not None:
             return has_ended(self.keys.run_id, f"{result.status}: {result.reason}")
-        if self.record(self.keys.generation, Generation) is not None:
+        # A node writes the spec with its own key. So all nodes that the run had are gone, or out of etcd's reach.
+        if spec is not None:
             remedy = f"The same `elasticrt run` with --run-id {self.keys.run_id} goes on with it"
             return ConfigError("this run has no nodes", where, expected=expected, remedy=remedy)
         remedy = f"Wait until `elasticrt status {self.keys.run_id}` shows it"

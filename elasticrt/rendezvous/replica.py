@@ -43,6 +43,7 @@ class Replica:
 
     Attributes:
         view: the keys as they were last seen.
+        store_id: the identity of the store that has them; "" before the first read.
     """
 
     def __init__(self, node: str, keys: Keys, note: Callable[[str], None]) -> None:
@@ -50,7 +51,7 @@ class Replica:
         self.view = View(node)
         self._note = note
         # The store and the revision of the newest read or delivery. A store that goes back behind them has lost data.
-        self._store_id, self._revision = "", 0
+        self.store_id, self._revision = "", 0
         # The number of the watch of each range that is followed.
         self._watches: dict[str, int] = {}
         # The numbers of watches that have still to be cancelled.
@@ -138,7 +139,7 @@ class Replica:
         """
         found, now = yield Read(range_, limit, by_create)
         lost = ""
-        if self._store_id and found.store_id != self._store_id:
+        if self.store_id and found.store_id != self.store_id:
             lost = "another etcd answers"
         # Reads are linearizable, so the revisions of an intact store never go back.
         elif found.revision < self._revision:
@@ -149,7 +150,7 @@ class Replica:
             # Without their watches all ranges are read anew.
             for watched in list(self._watches):
                 self._drop_watch(watched)
-        self._store_id, self._revision = found.store_id, found.revision
+        self.store_id, self._revision = found.store_id, found.revision
         return found, now
 
     def read_key(self, key: str) -> Conversation[KeyValue | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,10 @@ class WorkerParent:
         finally:
             theirs.close()
         self.pid = self._process.pid
+
+    def wake(self) -> None:
+        """Let a parent that a signal has stopped go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def fileno(self) -> int:
         """The descriptor of the channel, for a selector."""

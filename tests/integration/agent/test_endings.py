@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from elasticrt.rendezvous.records import Keys
 from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.story.run_dir import read
@@ -188,6 +190,42 @@ def test_an_agent_that_meets_in_another_etcd_is_refused(tmp_path: Path, etcd: Et
         assert first.process.wait(30) == 0
         assert {each["node"] for each in run.events("agent_started")} == {"n0"}
         assert [each["status"] for each in run.events("result")] == ["succeeded"]
+
+
+def test_an_agent_whose_lease_has_ended_is_not_in_another_etcd(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A04, E04: the only other agent is stopped for longer than its lease; who comes meanwhile waits for it."""
+    with Run(tmp_path, "--nnodes", "2", "--lease-ttl", "1s", "--etcd", str(etcd.address)) as run:
+        first = run.start("n0")
+        run.wait("the first node has joined", lambda: bool(run.events("agent_started")))
+        first.process.send_signal(signal.SIGSTOP)
+        with closing(EtcdStore((etcd.address,))) as store:
+            run.wait("its lease has ended", lambda: not store.read(Keys(run.run_id).members).keys)
+        try:
+            second = run.start("n1")
+            run.wait(
+                "the second node has joined or ended",
+                lambda: len(run.events("agent_started")) > 1 or second.process.poll() is not None,
+            )
+            assert second.process.poll() is None, second.text()
+        finally:
+            first.process.send_signal(signal.SIGCONT)
+        run.wait_for_training(1, 2)
+        run.finish()
+        assert run.ended() == {"n0": 0, "n1": 0}
+
+
+def test_a_worker_parent_that_was_stopped_goes_on(tmp_path: Path, etcd: EtcdServer) -> None:
+    """W08: SIGSTOP to the process that starts and reaps the workers: without it none would ever end."""
+    with Run(tmp_path, "--nnodes", "1", "--etcd", str(etcd.address)) as run:
+        agent = run.start("n0")
+        run.wait_for_training(1, 1)
+        children = psutil.Process(agent.pid).children()
+        (parent,) = (each for each in children if "elasticrt.bootstrap.fork_server_main" in each.cmdline())
+        parent.suspend()
+        assert parent.status() == psutil.STATUS_STOPPED
+        run.wait("the parent goes on", lambda: parent.status() != psutil.STATUS_STOPPED)
+        run.finish()
+        assert run.ended() == {"n0": 0}
 
 
 def test_a_dead_agents_name_is_taken_over_at_once(tmp_path: Path, etcd: EtcdServer) -> None:

@@ -220,8 +220,8 @@ def test_saves_that_fail_and_succeed_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("nodes", "reached", "unsaved", "said"),
     [
-        ("a", 50, 75, "step 75 was not handed over, and no checkpoint has it: it is lost\n"),
-        ("ab", 50, None, "it is lost unless another node's workers go on with it\n"),
+        ("a", 50, 75, "step 75 was not handed over, and no checkpoint has it: steps 51 to 75 are lost\n"),
+        ("ab", 50, None, "are lost unless another node's workers go on\n"),
         ("a", 75, None, ""),
     ],
     ids=["it has trained alone", "another one has trained", "it is saved"],

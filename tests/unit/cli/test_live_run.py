@@ -263,11 +263,8 @@ def test_a_run_without_nodes() -> None:
     """One whose first node is starting is not one that is over; of one with a result it is said how it has ended."""
     run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"), Path("runs"))
     assert "no node of this run has registered yet (run calm-fox)" in str(run.without_nodes())
-    generation = Generation(
-        number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=5001,
-        cause="start", kind="start", chunks=1,
-    )  # fmt: skip
-    run.store.commit(Txn((), (Put(run.keys.generation, generation.encode()),), why="a test"))
+    spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=1)
+    run.store.commit(Txn((), (Put(run.keys.spec, spec.encode()),), why="a test"))
     assert "this run has no nodes (run calm-fox)" in str(run.without_nodes())
     spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=2)
     for attempt, status in ((1, "succeeded"), (2, "failed")):
