@@ -392,8 +392,8 @@ def describe_loss(view: View, seat: Seat) -> str:
         return "left: its script is not the run's" if failure is not None and failure.misfit else "left"
     kind = verdict.kind if verdict is not None else ""
     if kind != "silent" and key is not None and key.record.incarnation != seat.incarnation:
-        return "lost (it has registered again)"
-    return "lost" + {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}.get(kind, "")
+        return "lost (registered again)"
+    return "lost" + {"dead": " (agent ended)", "silent": " (no answer; power or network)"}.get(kind, "")
 
 
 def survivors(view: View) -> list[Stored[Member]]:

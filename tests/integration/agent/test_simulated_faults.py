@@ -28,4 +28,4 @@ def test_a_fault_after_a_step_of_a_script_without_a_loop(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stdout
     assert "!! step 20: kill node 1  (SIGKILL to pid" in done.stdout
-    assert "node-1 lost (its agent has ended)" in done.stdout
+    assert "node-1 lost (agent ended)" in done.stdout

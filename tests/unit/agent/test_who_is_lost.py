@@ -31,11 +31,11 @@ BEFORE = SimpleNamespace(
     [
         (
             "lost",
-            "b left, c lost (its agent has ended), d lost (it has registered again), "
+            "b left, c lost (agent ended), d lost (registered again), "
             "e lost (no answer; power or network)",
             {
-                "c": "c lost (its agent has ended)",
-                "d": "d lost (it has registered again)",
+                "c": "c lost (agent ended)",
+                "d": "d lost (registered again)",
                 "e": "e lost (no answer; power or network)",
             },
         ),

@@ -13,7 +13,7 @@ node-0 | epoch 0
 -- generation 1: 3 nodes, world size 3, first step 1 after 6.58 s
 .. generation 1  3 nodes (1 to 4)  step 81
 !! step 150: kill node 2  (SIGKILL to pid 13083)
--- generation 2: node-2 lost (its agent has ended), 2 nodes, world size 2, paused 0.20 s after step 150, no step lost
+-- generation 2: node-2 lost (agent ended), 2 nodes, world size 2, paused 0.20 s after step 150, no step lost
 -- the run succeeded: all 2 workers ended with exit code 0
 """
 
@@ -25,7 +25,7 @@ def test_what_is_drawn() -> None:
         ("prompt", "$ python3 dev.py demo"),
         ("say", "-- generation 1: 3 nodes, world size 3, first step 1 after 6.58 s"),
         ("fault", "!! step 150: kill node 2  (SIGKILL to pid 13083)"),
-        ("say", "-- generation 2: node-2 lost (its agent has ended), 2 nodes, world size 2"),
+        ("say", "-- generation 2: node-2 lost (agent ended), 2 nodes, world size 2"),
         ("good", "   paused 0.20 s after step 150, no step lost"),
         ("good", "-- the run succeeded: all 2 workers ended with exit code 0"),
     ]

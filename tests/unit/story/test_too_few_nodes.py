@@ -90,8 +90,8 @@ BEGINS_ANEW: list[Entry] = [
     *ENDS,
     (25.0, "c", started(2)),
     (26.0, "c", warm()),
-    (30.0, "a", events.MemberLost("b", "b lost (its agent has ended)")),
-    (30.0, "a", begun(2, "ac", "lost", "b lost (its agent has ended)", in_place=False)),
+    (30.0, "a", events.MemberLost("b", "b lost (agent ended)")),
+    (30.0, "a", begun(2, "ac", "lost", "b lost (agent ended)", in_place=False)),
     (33.0, "a", events.Recovery(2, 23.0, {"detect": 500.0, "agree": 19500.0, "start": 1000.0, "first_step": 2000.0})),
 ]
 
@@ -153,10 +153,10 @@ LEAVES = events.Leaves("drained")
 @pytest.mark.parametrize(
     ("how", "before", "failures"),
     [
-        pytest.param("b lost (its agent has ended)", [LEAVES], 0, id="it was about to leave"),
+        pytest.param("b lost (agent ended)", [LEAVES], 0, id="it was about to leave"),
         pytest.param("b lost", [LEAVES, events.WorkerEnded(1, 1, 12, -9)], 0, id="its workers take long to end"),
         pytest.param("b lost (no answer; power or network)", [LEAVES], 1, id="it was cut off"),
-        pytest.param("b lost (its agent has ended)", [], 1, id="it was killed"),
+        pytest.param("b lost (agent ended)", [], 1, id="it was killed"),
     ],
 )
 def test_who_drains_below_the_minimum_has_not_failed(how: str, before: list[events.Event], failures: int) -> None:
