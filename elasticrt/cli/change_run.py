@@ -1,7 +1,8 @@
 """`elasticrt drain`, `stop` and `resize`: change a live run from outside.
 
 Each writes one wish into etcd, and the run's own agents do the rest. `drain` and `stop` write into nodes' member keys
-that these shall save the present step and leave; `resize` writes into the spec how many nodes may take part.
+that these shall save the present step and leave, `stop` also into the spec, for nodes that come or come back later;
+`resize` writes into the spec how many nodes may take part.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def stop(arguments: argparse.Namespace) -> int:
         if not members:
             raise run.without_nodes()
         told = f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n"
-        _leave(run, lambda _: True, options.timeout_s, told)
+        _leave(run, lambda _: True, options.timeout_s, told, stops=True)
         ended, steps, lost = _saved(run, attempt)
         write(sys.stdout, f"run {run_id} {ended}{steps}\n")
     return EXIT_CHECKPOINT if lost else EXIT_OK
@@ -113,7 +114,7 @@ def resize(arguments: argparse.Namespace) -> int:
             raise run.without_nodes()
         changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         new = record.model_copy(update={"spec": changed, "resized": True})
-        if changed != record.spec and not run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
+        if changed != record.spec and not run.store.commit(transactions.change_spec(run.keys, new, seen)).succeeded:
             # Another `resize` or a new start of the run has changed the spec since it was read.
             raise StoreError("the run's options have just changed", where, remedy="Try again")
         text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
@@ -121,7 +122,9 @@ def resize(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, told: str = "") -> None:
+def _leave(
+    run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, told: str = "", *, stops: bool = False
+) -> None:
     """Ask members to drain, also those that come meanwhile, and wait until they have left.
 
     Members that are asked in one transaction hand over together.
@@ -131,6 +134,7 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
         leaves: which members.
         timeout_s: after so many seconds RendezvousTimeoutError is raised.
         told: a text to write when etcd has taken the first request.
+        stops: whether the run stops, so that nobody who is cut off now goes on with it later.
     """
     deadline = time.monotonic() + timeout_s
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
@@ -147,12 +151,20 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float, tol
             for member, value in left.values()
             if not member.draining
         ][:ASKED_AT_ONCE]
+        record, seen = run.spec()
+        if stops and not record.stopped:
+            stopped = record.model_copy(update={"stopped": True})
+            asked.append(transactions.change_spec(run.keys, stopped, seen))
         if not asked:
             time.sleep(LOOK_AGAIN_S)
             continue
         compares = tuple(compare for each in asked for compare in each.compares)
         operations = tuple(operation for each in asked for operation in each.operations)
-        run.store.commit(Txn(compares, operations, why=f"asked to drain: {counted(len(asked), 'node')}"))
+        if not run.store.commit(
+            Txn(compares, operations, why=f"asked to drain: {counted(len(left), 'node')}")
+        ).succeeded:
+            time.sleep(LOOK_AGAIN_S)
+            continue
         write(sys.stdout, told)
         told = ""
 

@@ -155,7 +155,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     # lease.
     if me.lease == "lost" or own_key is None or not registered:
         return Register("this node has no member key in etcd")
-    if own_key.record.draining and not me.record.draining:
+    if (own_key.record.draining or view.spec.record.stopped) and not me.record.draining:
         return Drain("asked to drain")
     # The report comes before the key: `as_reported` takes a report that is newer than the key at its word. A report
     # about an older generation is not stored, because its transaction compares the current one.

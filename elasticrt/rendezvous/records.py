@@ -113,11 +113,14 @@ class SpecRecord(Record):
         attempt: which attempt at this run id this is, counted from 1.
         resized: the numbers of nodes were changed while the run was alive, so a newcomer need not have the same
             numbers.
+        stopped: the run was told to stop, so every node leaves, also one that hears of it late. Who submits the run
+            again, when no node of it lives, takes this back.
     """
 
     spec: RunSpec
     attempt: Annotated[int, Field(ge=1)]
     resized: bool = False
+    stopped: bool = False
 
 
 class Member(Record):

@@ -83,10 +83,12 @@ def try_register(
         return place
     record = None
     if known is None or not alive:
+        # If the run was told to stop, it goes on with this newcomer.
         # The spec is written even if it does not change. Of two newcomers that see no live member and have different
         # specs, one then fails its compare of the spec's revision.
-        same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
-        record = known if same else SpecRecord(spec=place.spec, attempt=place.attempt)
+        record = SpecRecord(spec=place.spec, attempt=place.attempt)
+        if known is not None and (known.spec, known.attempt) == (place.spec, place.attempt):
+            record = known.model_copy(update={"stopped": False})
     generation_value, seen_mod = generation.value if generation else b"", stored[1] if stored else 0
     txn = transactions.register(keys, member, lease, record, generation_value=generation_value, seen_mod=seen_mod)
     done, _ = yield Transact(txn)

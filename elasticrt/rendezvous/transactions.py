@@ -122,12 +122,14 @@ def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
     )
 
 
-def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
-    """Change how many nodes a live run may have, if its spec is as it was read and the run has not ended."""
+def change_spec(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
+    """Stop a live run, or change how many nodes it may have, if its spec is as it was read and it has not ended."""
     return Txn(
         compares=(_unchanged(keys.spec, seen_mod), _absent(keys.result(spec.attempt))),
         operations=(Put(keys.spec, spec.encode()),),
-        why=f"the run may have {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes",
+        why="the run is told to stop"
+        if spec.stopped
+        else f"the run may have {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes",
     )
 
 

@@ -257,8 +257,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S3",
         "a node that is asked to drain has been started anew",
     ),
-    "resize without _unchanged(keys.spec, seen_mod)": ("S3", "two resize a run at once"),
-    "resize without _absent(keys.result(spec.attempt))": ("S12", "a run is resized as it ends"),
+    "change_spec without _unchanged(keys.spec, seen_mod)": ("S3", "two resize a run at once"),
+    "change_spec without _absent(keys.result(spec.attempt))": ("S12", "a run is resized as it ends"),
     "write_report without _generation_unchanged(keys, view.generation_value)": (
         "S13",
         "a report comes after its generation",
@@ -334,7 +334,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S3",
         "the farewell of a former life does not arrive",
     ),
-    "decide without: own_key.record.draining and (not me.record.draining)": ("L2", "a node is asked to drain"),
+    "decide without: (own_key.record.draining or view.spec.record.stopped) and (not me.record.drainin": (
+        "L2",
+        "a node is asked to drain",
+    ),
     "decide without: me.report is not None and me.report != me.stored_report and (me.report.generatio": (
         "L4",
         "the leader is silent",

@@ -306,7 +306,7 @@ class Faults:
         least, most = map(int, fault.other.split(":"))
         spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         to = record.model_copy(update={"spec": spec})
-        txn = transactions.resize(Keys("run"), to, found[0].mod_revision)
+        txn = transactions.change_spec(Keys("run"), to, found[0].mod_revision)
         self.sim.engine.after(fault.for_s, self._resize, txn, found[0].mod_revision)
         return True
 

@@ -366,7 +366,8 @@ class Invariants:
 
     def _spec(self, new: SpecRecord) -> None:
         require(new.attempt not in self.results, "S12", f"attempt {new.attempt} begins again after its result")
-        if self.spec is not None and new.model_copy(update={"spec": resized(new.spec, self.spec.spec)}) != self.spec:
+        may = {"spec": resized(new.spec, self.spec.spec), "stopped": self.spec.stopped} if self.spec is not None else {}
+        if self.spec is not None and new.model_copy(update=may) != self.spec:
             over = self.spec.attempt in self.results
             require(over or not self.members, "S3", f"the options are changed while {sorted(self.members)} live")
         if self.spec is not None and new.attempt != self.spec.attempt:

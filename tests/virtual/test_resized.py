@@ -9,6 +9,7 @@ from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Halt, Rejoin
 from elasticrt.rendezvous.records import Member, SpecRecord, decode
 from elasticrt.spec import RunSpec
+from elasticrt.store.protocol import Txn
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
@@ -18,7 +19,7 @@ def _resize(world: World, least: int, most: int) -> None:
     found = store.read(keys.spec).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
-    txn = transactions.resize(keys, record.model_copy(update={"spec": spec, "resized": True}), found.mod_revision)
+    txn = transactions.change_spec(keys, record.model_copy(update={"spec": spec, "resized": True}), found.mod_revision)
     assert store.commit(txn).succeeded
 
 
@@ -27,6 +28,23 @@ def _ask_to_drain(member: VirtualMember) -> None:
     found = member.store.read(key).keys[0]
     record = decode(Member, key, found.value).model_copy(update={"draining": True})
     assert member.store.commit(transactions.drain(member.keys, found, record)).succeeded
+
+
+def _stop(world: World) -> None:
+    """`elasticrt stop`: all that have a key are asked, and the run remembers it, in one transaction."""
+    store, keys = world.members["n0"].store, world.members["n0"].keys
+    found = store.read(keys.spec).keys[0]
+    stopped = decode(SpecRecord, keys.spec, found.value).model_copy(update={"stopped": True})
+    asked = [transactions.change_spec(keys, stopped, found.mod_revision)]
+    for key in store.read(keys.members).keys:
+        record = decode(Member, key.key, key.value).model_copy(update={"draining": True})
+        asked.append(transactions.drain(keys, key, record))
+    whole = Txn(
+        tuple(compare for each in asked for compare in each.compares),
+        tuple(operation for each in asked for operation in each.operations),
+        why="stop",
+    )
+    assert store.commit(whole).succeeded
 
 
 def _step(world: World, step: int) -> None:
@@ -107,6 +125,53 @@ def test_other_options_than_the_number_of_nodes_still_end_a_member() -> None:
     found = store.read(keys.spec).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     other = record.model_copy(update={"spec": record.spec.model_copy(update={"command": ("script", "x.py")})})
-    assert store.commit(transactions.resize(keys, other, found.mod_revision)).succeeded
+    assert store.commit(transactions.change_spec(keys, other, found.mod_revision)).succeeded
     world.settle()
     assert isinstance(world.members["n0"].ended, Halt)
+
+
+def test_who_is_cut_off_when_the_run_is_stopped_does_not_go_on_alone() -> None:
+    """N03: it hears of the stop when it is back, though all others have left long ago, and leaves as well."""
+    world = running(3)
+    _step(world, 5)
+    world.members["n2"].silent = True
+    world.pass_time(6.0)
+    assert "n2" not in world.members["n0"].view.members
+    before = len(world.generations())
+    _stop(world)
+    world.pass_time(6.0)
+    assert not world.members["n0"].alive
+    assert not world.members["n1"].alive
+    world.members["n2"].silent = False
+    world.pass_time(30.0)
+    assert not world.members["n2"].alive
+    assert len(world.generations()) <= before + 1, "none but the one in which the state is saved"
+
+
+def test_who_comes_while_a_run_stops_leaves_with_it() -> None:
+    """A node that has been setting up meanwhile does not go on without the others."""
+    world = running(2)
+    _step(world, 5)
+    world.members["n1"].silent = True  # So that the run is still there.
+    _stop(world)
+    world.add("late", warm=False)
+    world.pass_time(1.0)
+    assert not world.members["late"].alive
+    world.members["n1"].silent = False
+    world.pass_time(30.0)
+    assert not any(member.alive for member in world.members.values())
+
+
+def test_a_stopped_run_goes_on_when_it_is_submitted_again() -> None:
+    """The first node that comes when no other lives takes the stop back."""
+    world = running(2)
+    _step(world, 5)
+    _stop(world)
+    world.pass_time(30.0)
+    assert not any(member.alive for member in world.members.values())
+    again = world.add("n7")
+    world.pass_time(5.0)
+    record = again.view.spec
+    assert record is not None
+    assert (record.record.stopped, record.record.attempt) == (False, 1)
+    assert again.ran

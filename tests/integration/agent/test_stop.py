@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticrt import events
 from elasticrt.event_log import records
 from tests.cluster import TOGETHER, Cluster
 from tests.integration.agent.test_narration import LOOP, terminals
-from tests.servers import wait_until
+from tests.servers import etcd_server, wait_until
 
 
 def stop(directory: Path, *words: str, command: str = "stop") -> subprocess.CompletedProcess[str]:
@@ -48,6 +49,28 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         step = last.partition("; step ")[2].partition(" is saved")[0]
         assert last.startswith(f"run {run_id} stopped; step ")
         assert list((tmp_path / "ckpt").glob(f"step-{step.replace(',', '')}-*"))
+
+
+def test_a_node_that_is_away_does_not_go_on_alone(tmp_path: Path) -> None:
+    """N03: a machine is suspended while the run is stopped. When it wakes up it hears of that, and leaves."""
+    (tmp_path / "train.py").write_text(LOOP)
+    options = ["--nnodes", "1:3", "--lease-ttl", "2s", *TOGETHER]
+    with etcd_server() as etcd, Cluster(tmp_path, f"stop-{secrets.token_hex(4)}", options, ["train.py"]) as run:
+        for name in ("n0", "n1", "n2"):
+            run.start(name, "--etcd", str(etcd.address))
+        run.wait("three nodes make steps", lambda: run.last_step() > 3)
+        away = run.agents["n2"]
+        machine = [psutil.Process(away.pid), *psutil.Process(away.pid).children(recursive=True)]
+        for process in machine:
+            process.suspend()
+        run.wait("the others go on", lambda: run.number() > 1)
+        assert stop(tmp_path, "--etcd", str(etcd.address)).returncode == 0
+        assert {run.agents[name].process.wait(30) for name in ("n0", "n1")} == {143}
+        last = run.last_step()
+        for process in machine:
+            process.resume()
+        assert away.process.wait(30) == 143
+        assert run.last_step() == last
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["alone", "under nohup"])

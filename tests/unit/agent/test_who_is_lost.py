@@ -31,8 +31,7 @@ BEFORE = SimpleNamespace(
     [
         (
             "lost",
-            "b left, c lost (agent ended), d lost (registered again), "
-            "e lost (no answer; power or network)",
+            "b left, c lost (agent ended), d lost (registered again), e lost (no answer; power or network)",
             {
                 "c": "c lost (agent ended)",
                 "d": "d lost (registered again)",
