@@ -171,7 +171,7 @@ class LeaderContext:
     @cached_property
     def sole_holder(self) -> Stored[Member] | None:
         """The draining node with the newest copy of the state, if no worker and no node that stays has the state."""
-        if self.in_place or not self.draining_seats:
+        if self.in_place:
             return None
         leaving = [self.view.members[seat.node] for seat in self.draining_seats]
         _, holder = _newest_copy(self, [*startable_members(self.view), *leaving])
@@ -551,16 +551,10 @@ def startable_members(view: View, *, draining: bool = False) -> list[Stored[Memb
 
 def unreachable_members(view: View) -> list[Stored[Member]]:
     """Newcomers and returned members that did not answer the leader's probe: a generation with them could only fail."""
-    unanswered = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
-    if not unanswered:
-        return []
-    probed = [(entry, unanswered.get(entry.record.incarnation)) for entry in view.members.values()]
-    silent = [(entry, verdict) for entry, verdict in probed if verdict is not None]
-    seated = {seat.incarnation for seat in view.seats.values()}
+    asked = [(entry, view.verdicts.get(entry.record.incarnation)) for entry in view.members.values()]
+    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None and verdict.kind != "alive"]
     return [
-        entry
-        for entry, verdict in silent
-        if entry.record.incarnation not in seated or has_registered_since(entry, verdict)
+        entry for entry, verdict in silent if view.seat_of(entry.record) is None or has_registered_since(entry, verdict)
     ]
 
 
