@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -280,6 +281,7 @@ def main() -> int:
     print(f"{len(every)} mutants, {len(catches)} caught, {len(HARMLESS)} harmless; neither: {missed}")
     if options.write:
         HERE.joinpath("catches.py").write_text(_catches(catches))
+        subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", HERE / "catches.py"], check=True)
         HERE.joinpath("MUTANTS.md").write_text(_page(every, catches))
     return 1 if missed else 0
 
