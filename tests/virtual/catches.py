@@ -1,5 +1,7 @@
 """Which invariant catches which mutant where. Written by `python -m tests.virtual.mutants --write`."""
 
+# ruff: noqa: E501  Names of mutants may be long.
+
 CATCHES: dict[str, tuple[str, int | str]] = {
     "no compare-and-swap": ("S1", 57),
     "lease as permission to publish": ("S6", "old news come late"),
@@ -200,6 +202,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "the last worker with the state ends as another one is killed, and a newcomer gets its seat",
     ),
+    "a long save is waited for no longer than a step": ("L6", "all are told to leave in a long save"),
     "who waits for a pause waits as for a step": ("S10", "all are told to leave while n0 hangs in a pause"),
     "the only copies leave with their node": (
         "S10",
@@ -440,6 +443,91 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lost_at without: verdict.kind == 'dead' or context.half_is_silent or (not context.isolated)": (
         "L1",
         "a node is killed",
+    ),
+    "LeaderContext.awaited_seats without: handover is None or handover.record.step": (
+        "S10",
+        "a newcomer comes while the last workers leave",
+    ),
+    "LeaderContext.sole_holder without: self.in_place": (
+        "L6",
+        "the leader drains as a node is killed, and does not stay for its copy",
+    ),
+    "LeaderContext.is_back_unheard without: key is None or verdict is None or verdict.kind != 'silent' or (not has_registere": (
+        "L7",
+        "a former leader has its key again when what it published arrives",
+    ),
+    "publish without: kind in ('failure', 'lost') and len(stay) >= least": (
+        "L9",
+        "the leader is killed while all hold for a newcomer, and the others go on before its lease ends",
+    ),
+    "publish without: holder is not None": ("S6", "workers fail again before there is a new copy"),
+    "re_form without: waits and any_has_state(context.view, left)": (
+        "S10",
+        "the other node loses power while the leader waits for it to leave",
+    ),
+    "re_form without: kind in ('failure', 'lost') and context.sole_holder is not None": (
+        "S10",
+        "the only worker is killed, and its node leaves -0.01 s later, without a standby node",
+    ),
+    "re_form without: len(members) >= context.spec.min_nodes": (
+        "S10",
+        "the only worker is killed, and its node leaves -0.01 s later, without a standby node",
+    ),
+    "leave_deadline without: context.in_place and (not (context.draining_seats or handover.record.save))": (
+        "L6",
+        "a newcomer waits for a worker that is busy for long",
+    ),
+    "leave_deadline without: not (context.draining_seats and context.in_place and (context.generation.world_s": (
+        "S10",
+        "a node drains in a step that takes seconds, and nothing is lost",
+    ),
+    "leave_deadline without: context.me.saves": ("L6", "all are told to leave in a long copy"),
+    "leave_deadline without: context.others_go_on or standing_since is None": (
+        "L6",
+        "n1 drains while all are busy for 6 s",
+    ),
+    "wait_for_save without: not (saves and left) or done or context.now >= until": ("L8", "a former leader publishes"),
+    "as_reported without: report is not None and (report.record.status, report.record.incarnation) == ('fa": (
+        "L6",
+        "all workers of the node that leads are killed",
+    ),
+    "as_reported without: not _is_key_older(view, entry)": (
+        "L6",
+        "too few are left, and one of them hangs before it has the state",
+    ),
+    "_newest_copy without: head is not None and head.generation != before.number and (head.nonce not in kno": (
+        "S6",
+        "another history's checkpoint is put in place of the head",
+    ),
+    "_newest_copy without: report is not None and report.record.incarnation == life and (report.record.stat": (
+        "S10",
+        "all are told to leave, the last of them when a generation begins",
+    ),
+    "_newest_copy without: me.record.incarnation == life and me.seated_generation == before.number": (
+        "S10",
+        "the only copy is of the leader, whose worker hangs",
+    ),
+    "_newest_copy without: life == first": (
+        "S10",
+        "the only copy is the one that all have resumed from, and the worker of its node hangs",
+    ),
+    "_newest_copy without: copy is not None and copy.step > step": (
+        "S10",
+        "a newcomer comes while the last workers leave",
+    ),
+    "decide_if_too_few without: ready >= spec.min_nodes": ("L1", "a former leader publishes"),
+    "decide_if_too_few without: len(can) >= spec.min_nodes and view.generation is not None": (
+        "L1",
+        "too few are ready, as no set-up beside the survivor succeeds, and all start anew after the time to join",
+    ),
+    "decide_if_too_few without: now >= deadline": ("L8", "a run is resized while it is given up"),
+    "settled_at without: len(ready) >= spec.max_nodes": (
+        "L1",
+        "all nodes are lost, and max-nodes begin at once when they are there again",
+    ),
+    "settled_at without: len(ready) < len(view.members)": (
+        "L6",
+        "a node that has registered is waited for until it can start workers",
     ),
     "take_part_in_handover without: me.hold_revision != handover.create_revision": (
         "L4",

@@ -199,6 +199,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "those that have the state leave, and the others start anew": ((_CONTEXT, "LeaderContext.others_go_on", " and (not self.in_place or any_has_state(self.view, stay))", ""),),
     "a step that does not end is waited for by those that leave": ((_CONTEXT, "leave_deadline", "if not (context.draining_seats", "if True or not (context.draining_seats"),),
     "who ends before it takes its seat has ended well": ((_A + "supervisor", "Supervisor._seated_ended", "event.code == 0 and not self.pages", "False and not self.pages"),),
+    "a long save is waited for no longer than a step": (
+        (_CONTEXT, "LeaderContext.drain_patience_s", "SAVING_SHARE if self.me.saves", "DRAIN_SHARE if self.me.saves"),
+    ),
     "who waits for a pause waits as for a step": ((_CONTEXT, "leave_deadline", "context.others_go_on and standing_since is None", "standing_since is None"),),
     "the only copies leave with their node": ((_CONTEXT, "re_form", 'if kind in ("failure", "lost") and', "if False and"),),
     "a node that has copies and no workers leaves at once": ((_A + "agent", "Agent.drain", "or self.supervisor.seating.memory.newest", ""),),

@@ -212,11 +212,14 @@ class Faults:
     def worker_stuck(self, process: Process, fault: Fault) -> bool:
         """A worker's main thread does nothing for a while, whatever is cut; without a time, for ever.
 
-        Or in a pause; or it is "busy": it does something that is no step."""
+        Or in a pause, or in a save, or in a copy of its state; or it is "busy": it does something that is no step."""
         found = [each for each in process.group.workers if each.alive]
         for worker in found[:1]:
-            if fault.other == "pause":
+            if fault.other in ("pause", "save"):
                 worker.page.stepping = 0
+            if fault.other in ("save", "copy"):
+                worker.page.halted_ns = 1
+                self.sim.engine.after(fault.for_s, setattr, worker.page, "halted_ns", 0)
             worker.busy = fault.other == "busy"
             worker.stuck_until = self.sim.engine.now + fault.for_s if fault.for_s else math.inf
         return bool(found)

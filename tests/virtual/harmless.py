@@ -36,6 +36,11 @@ HARMLESS: dict[str, str] = {
         "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
         "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
     ),
+    "survivors without: view.generation is None or view.ended_nodes": (
+        "harmless because no worker ends well before rank 0 has saved the last step: whoever could still go on in "
+        "place then has only to end, and ends well whether or not it takes its seat. The rule has all ranks do again "
+        "what a script does after its loop if one of them dies in that."
+    ),
     "_lead without: final.collateral and context.now < until": _FOR_PEOPLE,
     "_after_failure without: failure.collateral": _FOR_PEOPLE,
     "_after_failure without: context.now < until": _FOR_PEOPLE,

@@ -306,6 +306,18 @@ IN_PLACE: list[Plan] = [
         setup_s=4.0,
         generations_max=3,
     ),
+    _living(
+        "too few are ready, as no set-up beside the survivor succeeds, and all start anew after the time to join",
+        2,
+        Fault(6.0, "worker_killed", "n1"),
+        spec=spec_for(2, min_nodes=2, join_timeout_s=20.0),
+        setup_fails=1.0,
+        commit_every=1,
+        commits_within_s=30.0,
+        generations_max=3,
+        safety_s=60.0,
+        stays=False,
+    ),
     *(
         _living(
             f"{who} is killed while all workers start, and its lease is long",
@@ -326,6 +338,7 @@ IN_PLACE: list[Plan] = [
         Fault(1.0, "crash", "n1", on="n1.1 Run"),
         spec=spec_for(3, min_nodes=2),
         doomed=("n1",),
+        generations_max=3,
         stays=False,
     ),
     _living(
@@ -397,6 +410,28 @@ IN_PLACE: list[Plan] = [
     ),
     *(
         _living(
+            f"all are told to leave in a long {what}",
+            2,
+            Fault(6.0, "worker_stuck", "n0", 13.0, other=what),
+            *(Fault(7.0, "leave", name) for name in ("n0", "n1")),
+            spec=spec_for(2, settle_quiet_s=3.0),  # So that they come back together.
+            generations_max=3,
+            stays=False,
+            safety_s=30.0,
+        )
+        for what in ("save", "copy")
+    ),
+    _living(
+        "the leader drains as a node is killed, and does not stay for its copy",
+        3,
+        Fault(6.0, "leave", "n0"),
+        Fault(0.0, "crash", "n2", on="n0 drained: hold"),
+        copy_every_s=0.1,
+        generations_max=3,
+        doomed=("n2",),
+    ),
+    *(
+        _living(
             f"of {nodes} nodes {leaves} leaves while {stuck} hangs",
             nodes,
             Fault(6.0, "worker_stuck", stuck),
@@ -425,10 +460,10 @@ IN_PLACE: list[Plan] = [
             3,
             *(Fault(6.0, "worker_stuck", name, long_s, other="busy") for name in ("n0", "n1", "n2")),
             Fault(7.0, "leave", leaves),
-            generations_max=4,
+            generations_max=most,
             safety_s=60.0,
         )
-        for leaves, long_s in (("n1", 8.0), ("n1", 20.0), ("n1", 40.0), ("n0", 40.0))
+        for leaves, long_s, most in (("n1", 6.0, 3), ("n1", 8.0, 4), ("n1", 20.0, 4), ("n1", 40.0, 4), ("n0", 40.0, 4))
     ),
     _living(
         "the leader hears late that a node whose worker was killed has none",

@@ -193,6 +193,18 @@ CHANGES: list[Plan] = [
         leaves_within_s=4.0,
     ),
     story(
+        "a node drains in a step that takes seconds, and nothing is lost",
+        3,
+        Fault(8.2, "leave", "n1"),
+        spec=spec_for(3, join="failure"),
+        loops=True,
+        lossless=True,
+        step_s=7.0,
+        commit_every=5,
+        generations_max=2,
+        safety_s=60.0,
+    ),
+    story(
         "the only node is told to leave soon after the start, and does so at once",
         1,
         Fault(3.0, "leave", "n0"),
@@ -334,6 +346,14 @@ CHANGES: list[Plan] = [
     story("too few would remain", 2, Fault(6.0, "leave", "n1"), loops=True, spec=spec_for(2, min_nodes=2)),
     story("a run is resized", 3, Fault(6.0, "resize", "", 0.0, "1:2")),
     # Ends and beginnings.
+    story(
+        "a node that has registered is waited for until it can start workers",
+        3,
+        arrivals=(0.0, 0.1, 2.0),
+        warm_s=5.0,
+        generations_max=1,
+        safety_s=15.0,
+    ),
     story("nodes start together", 4, arrivals=(0.0, 0.1, 0.2, 0.3), generations_max=1, safety_s=10.0),
     story("a failure that no restart can cure", 2, Fault(5.0, "worker_failure", "n1", other="5"), generations_max=1),
     story(

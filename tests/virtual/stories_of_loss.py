@@ -93,6 +93,14 @@ LOSSES: list[Plan] = [
         doomed=("n0", "n1"),
     ),
     story(
+        "all nodes are lost, and max-nodes begin at once when they are there again",
+        2,
+        *(Fault(0.0, "crash", name, on="= head: step 4") for name in ("n0", "n1")),
+        *(Fault(1.0, "start", name, on="= head: step 4") for name in ("n0", "n1")),
+        spec=spec_for(2, settle_quiet_s=20.0, settle_max_s=30.0),
+        commits_within_s=6.0,
+    ),
+    story(
         "a member without a key is waited for",
         3,
         Fault(20.0, "key_deleted", "n1"),
