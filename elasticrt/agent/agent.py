@@ -258,7 +258,7 @@ class Agent(WorkerSide):
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask other agents for their workers' positions, if it is time. Their answers arrive as one `Positions`."""
-        generation = self.supervisor.asks_for_positions(now)
+        generation = self.supervisor.hangs.search.asks_for_positions(now)
         if generation:
             view = self.member.view
             nodes = {seat.node: seat.address for seat in view.seats_in_rank_order()}
@@ -351,7 +351,7 @@ class Agent(WorkerSide):
                 self.last_commit, took_s = event, round(self.supervisor.saving_s(), 3)
                 self.console.committed(events.Committed(event.reached, event.generation, event.size, took_s))
             case Positions(generation, nodes, by_node):
-                self.supervisor.find_culprit(generation, nodes, by_node)
+                self.supervisor.hangs.search.note_answers(self.clock.monotonic(), generation, nodes, by_node)
             case _:
                 self.supervisor.fold(event)
                 if isinstance(event, WorkerMessage) and isinstance(event.message, Step):

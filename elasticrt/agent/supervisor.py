@@ -35,14 +35,13 @@ from elasticrt.ipc.failure import Failure, first_cause, in_words
 from elasticrt.ipc.messages import Copied, CopyDamaged, LeftGeneration, Reply, Step, Unsaved, Warm
 from elasticrt.ipc.time_bounds import (
     EXIT_HOOKS_S,
-    FOUND_S,
     HOLD_SEEN_S,
     LATE_S,
     PARENT_END_S,
-    PLACES_S,
     SEATED_S_MAX,
     SEATED_WAITING_S_MAX,
 )
+from elasticrt.liveness.culprit_search import question_times
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
@@ -245,7 +244,10 @@ class Supervisor:
         self.hangs.steps.look(now, held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running and not held:
-            if self.hangs.search.look_closer(now, ask_s=self._ask_s):
+            generation = self._state.generation
+            asks_leader = generation is not None and len(self._names) < generation.nodes
+            ask_s = question_times(first=self.is_first, asks_leader=asks_leader)
+            if self.hangs.search.look_closer(now, ask_s=ask_s):
                 # The steps go on after a stand. Readers of the event log take a run to stand still until the next
                 # `progress` event, so the supervisor writes one now instead of at the next interval.
                 self.progress.look_and_write()
@@ -340,53 +342,10 @@ class Supervisor:
         if missing and self._joining.beside is not None:
             self.seating.start_beside(*self._joining.beside, missing)
 
-    def asks_for_positions(self, now: float) -> int:
-        """The generation whose other nodes the agent should ask at `now` for their workers' positions; 0 for none."""
-        due = self.hangs.search.is_to_ask(now, first=self.is_first)
-        return self._state.number if due and self._state.running else 0
-
     @property
     def is_first(self) -> bool:
         """Whether rank 0 is on this node."""
-        return self._state.seat is not None and self._state.seat.index == 0
-
-    @property
-    def _ask_s(self) -> list[float]:
-        """The seconds from a closer look at the workers to each question to other nodes.
-
-        A question is useless before the asked node knows the answer. Rank 0's node asks the others first. The others
-        ask rank 0's node after it has had time to find the culprit. A node that does not know the seat of rank 0 asks
-        the leader, which hears of the finding one round later still.
-        """
-        generation = self._state.generation
-        asks_leader = generation is not None and len(self._names) < generation.nodes
-        later = 0 if self.is_first else 2 if asks_leader else 1
-        return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
-
-    def find_culprit(
-        self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]
-    ) -> None:
-        """Find the ranks for which the others wait, from the answers of other agents.
-
-        On rank 0's node the agent searches for the culprit itself. On any other node it takes over the finding of rank
-        0's node.
-
-        Args:
-            generation: the generation in which the question was asked. Answers for another generation are ignored.
-            nodes: the addresses of the generation's nodes, by name, as far as this node knows them.
-            others: the answers of the agents that were asked, by node.
-        """
-        if not self._state.running or generation != self._state.number:
-            return
-        now = self._clock.monotonic()
-        said = {node: each for node, each in others.items() if each.get("generation") == generation}
-        if not self.is_first:
-            for answer in said.values():
-                self.hangs.search.adopt_finding(now, answer)
-            return
-        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
-        self.hangs.search.find_culprit(now, nodes, said, reached)
-        self.hangs.search.compare(said)
+        return self._state.is_first
 
     def saving_s(self) -> float:
         """The seconds since this node's workers began their newest checkpoint; 0.0 if that is unknown."""

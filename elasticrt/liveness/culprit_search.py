@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from elasticrt import events
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import unacknowledged
-from elasticrt.ipc.time_bounds import CLOSER_S, COMPARE_S, FIRST_STEP_S, LOOK_IDLE_S
+from elasticrt.ipc.time_bounds import CLOSER_S, COMPARE_S, FIRST_STEP_S, FOUND_S, LOOK_IDLE_S, PLACES_S
 from elasticrt.ipc.typed import typed
 from elasticrt.ipc.wording import slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
@@ -148,6 +148,12 @@ class CulpritSearch:
         self.positions = tuple(position(rank, lines) for rank, lines in stacks.lines.items() if rank in known)
         self._renew_at = 0.0
 
+    def asks_for_positions(self, now: float) -> int:
+        """The generation whose other nodes the agent should ask at `now` for their workers' positions; 0 for none."""
+        state = self._workers.state()
+        due = self.is_to_ask(now, first=state.is_first)
+        return state.number if due and state.running else 0
+
     def is_to_ask(self, now: float, *, first: bool) -> bool:
         """Whether to ask other nodes about their workers at `now`.
 
@@ -188,6 +194,32 @@ class CulpritSearch:
         self._workers.event_log.write(events.Straggler(number, step, node, round(own_s, 4), round(others_s, 4)))
         if found is not None:
             self._workers.say(slow_node(node, own_s, others_s))
+
+    def note_answers(
+        self, now: float, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        """Take note of other agents' answers.
+
+        On rank 0's node the agent searches for the culprit itself. On any other node it takes over the finding of rank
+        0's node.
+
+        Args:
+            now: seconds of the monotonic clock.
+            generation: the generation in which the question was asked. Answers for another generation are ignored.
+            nodes: the addresses of the generation's nodes, by name, as far as this node knows them.
+            others: the answers of the agents that were asked, by node.
+        """
+        state = self._workers.state()
+        if not state.running or generation != state.number:
+            return
+        said = {node: each for node, each in others.items() if each.get("generation") == generation}
+        if not state.is_first:
+            for answer in said.values():
+                self.adopt_finding(now, answer)
+            return
+        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
+        self.find_culprit(now, nodes, said, reached)
+        self.compare(said)
 
     def find_culprit(
         self,
@@ -267,6 +299,17 @@ class CulpritSearch:
             # Without a Loop the steps of the present workers are known, but not those of the run.
             after = f" after step {step:,}" if self._steps.looped else ""
             self._workers.say(f"no step for {age_s:.0f} s{after}: {culprit.reason}")
+
+
+def question_times(*, first: bool, asks_leader: bool) -> list[float]:
+    """The seconds from a closer look at the workers to each question to other nodes.
+
+    A question is useless before the asked node knows the answer. Rank 0's node (`first`) asks the others first. The
+    others ask rank 0's node after it has had time to find the culprit. A node that does not know the seat of rank 0
+    asks the leader (`asks_leader`), which hears of the finding one round later still.
+    """
+    later = 0 if first else 2 if asks_leader else 1
+    return [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
 
 
 def positions_in(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:

@@ -51,6 +51,11 @@ class GroupState:
     going: int = 0
     handed_over: frozenset[int] = frozenset()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether rank 0 is on this node."""
+        return self.seat is not None and self.seat.index == 0
+
     def started(self, generation: Generation, seat: Seat) -> GroupState:
         """Return the state after new workers of `generation` were started for all places of a `seat`."""
         ranks = {rank: seat.rank_offset + rank for rank in range(seat.workers)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from elasticrt.agent.agent import whom_to_ask
-from elasticrt.agent.supervisor import Supervisor
 from elasticrt.ipc.time_bounds import FOUND_S, PLACES_S
+from elasticrt.liveness.culprit_search import question_times
 from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import Stored, View
 
@@ -36,13 +34,11 @@ def test_who_is_asked(node: str, known: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "known", "later"),
-    [(0, "abcd", 0), (3, "abcd", 1), (3, "cd", 2)],
+    ("first", "asks_leader", "later"),
+    [(True, False, 0), (False, False, 1), (False, True, 2)],
     ids=["rank 0 is here", "rank 0 is known", "only the leader is known"],
 )
-def test_those_are_asked_when_they_know(index: int, known: str, later: int) -> None:
+def test_those_are_asked_when_they_know(first: bool, asks_leader: bool, later: int) -> None:
     """W09: the node of rank 0 finds it first, the leader hears it from there, and the rest from the leader."""
-    state = SimpleNamespace(seat=SEATS["abcd"[index]], generation=SimpleNamespace(nodes=4))
-    made = SimpleNamespace(_state=state, _names=tuple(known), is_first=index == 0)
     expected = [places_s + later * found_s for places_s, found_s in zip(PLACES_S, FOUND_S, strict=True)]
-    assert Supervisor._ask_s.fget(made) == expected
+    assert question_times(first=first, asks_leader=asks_leader) == expected
