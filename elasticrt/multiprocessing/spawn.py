@@ -76,6 +76,11 @@ def spawn(
         raise ConfigError("spawn waits for its workers", "spawn", got=f"join={join!r}", remedy="Call it in a thread")
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 4096:
         raise ConfigError("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise ConfigError("not a sequence", "spawn", got=args, expected="args such as (1, 2)")
+    if _CALL in os.environ:
+        remedy = 'Put the call below `if __name__ == "__main__":`, which is not so in a worker'
+        raise ConfigError("a worker of spawn calls spawn", "spawn", got=fn, remedy=remedy)
     call = _pickled(fn, tuple(args))
     command = ["--nproc-per-node", str(nprocs), "--nnodes", f"{min_nodes}:{max_nodes}"]
     command += ["--module", "elasticrt.multiprocessing.spawn", f"{fn.__module__}:{fn.__qualname__}"]
@@ -107,7 +112,10 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
     # It must not be pickled, and the workers are not children of multiprocessing's.
     preparation.pop("authkey", None)
-    # The main module of a notebook or an interactive session is no file, so workers cannot import the function from it.
+    # The main module of a notebook, an interactive session or a program from stdin is no file, so workers cannot import
+    # the function from it.
+    if not Path(preparation.get("init_main_from_path", "/")).exists():
+        del preparation["init_main_from_path"]
     by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
     try:
         function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))

@@ -109,6 +109,23 @@ def test_workers_that_see_one_gpu_each(tmp_path: Path) -> None:
     assert "{0: (0, '0'), 1: (1, '0')}" in output
 
 
+def test_a_program_from_stdin_and_one_without_a_guard(tmp_path: Path) -> None:
+    """The first has no file, and its function travels by value; in the second a worker would call spawn itself."""
+    with (tmp_path / "script.py").open("w+") as file:
+        file.write(ONE_GPU_EACH)
+        file.seek(0)
+        done = subprocess.run(
+            [sys.executable, "-"], stdin=file, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    assert "{0: (0, '0'), 1: (1, '1')}" in done.stdout, done.stderr
+    (tmp_path / "script.py").write_text(ONE_GPU_EACH.replace('if __name__ == "__main__":', "if True:"))
+    process = start(["script.py"], tmp_path)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert "a worker of spawn calls spawn (spawn): got <function which" in output
+    assert 'Put the call below `if __name__ == "__main__":`' in output
+
+
 IN_PLACE = """
 import os, pathlib, signal
 import torch
@@ -364,6 +381,7 @@ def test_a_caller_that_dies(number: signal.Signals, tmp_path: Path) -> None:
         (lambda: spawn(lambda i: i), "can't be sent"),
         (lambda: spawn(print, args=(threading.Lock(),)), "can't be sent"),
         (lambda: spawn(7), "not a function"),  # type: ignore[arg-type]  # That is the point.
+        (lambda: spawn(print, args=7), "not a sequence"),  # type: ignore[arg-type]  # The same.
     ],
 )
 def test_a_call_that_cannot_be(call: Any, words: str) -> None:
