@@ -186,7 +186,11 @@ class Supervisor:
             failed_at=state.failed_at,
             copy=kept if generation else None,
             saves=any(page.halted_ns for page in self.pages.of_seated(state)),
-            standing_since=self.hangs.steps.detector.standing_since(now) or self.pages.unmet_since(state, now),
+            standing_since=(
+                self.hangs.steps.detector.standing_since(now)
+                or self.pages.unmet_since(state, now)
+                or self.hangs.search.unanswered_at
+            ),
             pause_s=self.progress.pause_s,
             starting=(self._pending is not None and not self.pages.is_building(state)) or self.progress.starting(now),
             hold_revision=state.holding,

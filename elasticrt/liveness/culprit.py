@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticrt.ipc.flights import read
+from elasticrt.ipc.wording import listed
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
@@ -223,7 +224,7 @@ def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Cu
     lost = [node for node, witness in silent.items() if not witness]
     if lost:
         verb = "does" if len(lost) == 1 else "do"
-        return Culprit((), tuple(lost), f"{' and '.join(lost)} {verb} not answer, and {_waiting(waiting, '')}")
+        return Culprit((), tuple(lost), f"{listed(lost)} {verb} not answer, and {_waiting(waiting, '')}")
     links = [f"{own} and {node}" for node in silent]
     signs = [f"{witness} reaches {node}" for node, witness in silent.items()]
     reason = f"{_link(links)}: {' and '.join(signs[:LINKS_MAX])}, and {own} does not; {_waiting(waiting, '')}"
@@ -231,7 +232,7 @@ def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Cu
 
 
 def _link(ends: Sequence[str]) -> str:
-    return f"no data passes between {' and between '.join(ends[:LINKS_MAX])}"
+    return f"no data passes between {', between '.join(ends[:LINKS_MAX])}"
 
 
 def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:

@@ -40,6 +40,8 @@ class CulpritSearch:
         positions: the positions of this node's workers, while their steps stand still.
         answer: what this agent answers when others ask about its workers: positions, own work and findings, as JSON.
             Any thread may read it.
+        unanswered_at: when it was last found that nodes do not answer or a link is cut, so that the agents should probe
+            each other; None if that is not so. It also counts where no step is expected, as in an evaluation.
     """
 
     def __init__(self, workers: WatchedWorkers, steps: StepWatch) -> None:
@@ -56,6 +58,7 @@ class CulpritSearch:
         self._comparison, self._compare_at, self._renew_at = Comparison(), 0.0, 0.0
         # The finding about the present stand.
         self._culprit: Culprit | None = None
+        self.unanswered_at: float | None = None
         # The step, the look and the key of the last finding that was written as an event and printed.
         self._written = 0, 0, ""
         # When the newest step had ended, as of the last closer look.
@@ -96,7 +99,7 @@ class CulpritSearch:
         before = self._standstill
         self._standstill = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
-            self.positions, self._culprit = (), None
+            self.positions, self._culprit, self.unanswered_at = (), None, None
             # The sum of all steps falls when a worker ends. That is no progress.
             if step > before.step:
                 # Without a Loop, optimizers count their part of a step before the step has ended. So the newest count
@@ -214,6 +217,8 @@ class CulpritSearch:
             return
         said = {node: each for node, each in others.items() if each.get("generation") == generation}
         if not state.is_first:
+            if self.positions and not others:
+                self.unanswered_at = now
             for answer in said.values():
                 self.adopt_finding(now, answer)
             return
@@ -286,6 +291,7 @@ class CulpritSearch:
 
     def _report(self, now: float, culprit: Culprit) -> None:
         self._culprit, self._renew_at = culprit, 0.0
+        self.unanswered_at = now if culprit.nodes and not culprit.ranks else None
         age_s, step = now - self._last_at, culprit.step
         self.note_reported(step)
         found = step, self._standstill.looks, culprit.key

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.split.test_networks import Site
-from tests.integration.trouble.stepping import History
+from tests.integration.trouble.stepping import History, alive
 from tests.netns import Network, missing
 from tests.servers import EtcdServer, wheel_binary
 
@@ -44,6 +44,39 @@ while not over:
     time.sleep(pace_s)
     over += os.path.exists(os.path.join(directory, "finish"))
     dist.all_reduce(over)
+"""
+
+EVALUATES = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+import elasticrt
+
+directory = sys.argv[1]
+ctx = elasticrt.init()
+data = TensorDataset(torch.randn(1200, 2))
+sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=12)
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop(os.path.join(directory, "ckpt"), sampler=sampler, model=model, optimizer=optimizer)
+
+def evaluate():
+    over = torch.zeros(1)
+    while not over:
+        open(os.path.join(directory, f"evaluates-{ctx.generation}-{ctx.rank}"), "w").close()
+        over += os.path.exists(os.path.join(directory, "finish"))
+        dist.all_reduce(over)
+        time.sleep(0.05)
+
+for epoch in loop.epochs(1):
+    for batch, in loop.batches(DataLoader(data, batch_sampler=sampler)):
+        with loop.step():
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if loop.steps_done == 10:
+            loop.evaluate(evaluate)
 """
 
 
@@ -128,3 +161,32 @@ def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:
         assert {code for name, code in run.ended().items() if name != victim} == {0}, run.story()
         (lost,) = run.events("member_lost")
         assert lost["lost"] == victim
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leads", [pytest.param(False, id="N02-follower"), pytest.param(True, id="N02-leader")])
+def test_a_node_cut_off_in_an_evaluation_is_left_out(tmp_path: Path, leads: bool) -> None:
+    """N02, L5: no step is expected there, and etcd hears all; what the workers wait for tells that one is silent."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    with Network() as network:
+        server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
+        server.address = type(server.address)("http", network.host, server.port)
+        with server as etcd, Powered(tmp_path, network, etcd, 60.0) as run:
+            Path(run.script[0]).write_text(EVALUATES)
+            for name in NAMES:
+                run.start(name)
+            place = Path(run.script[1])
+            run.wait("all evaluate", lambda: len(list(place.glob("evaluates-*"))) >= len(NAMES))
+            number, leader = run.number(), run.leader()
+            victim = leader if leads else next(name for name in NAMES if name != leader)
+            others = [name for name in NAMES if name != victim]
+            workers = [pid for name in others for pid in run.agents[name].worker_pids().values()]
+            network.cut(run.nodes_of(victim), run.nodes_of(*others))
+            run.wait("the others evaluate again", lambda: len(list(place.glob(f"evaluates-{number + 1}-*"))) == 2)
+            assert all(map(alive, workers)), "they keep their processes"
+            (place / "finish").touch()
+            assert {run.agents[name].process.wait(60) for name in others} == {0}, run.story()
+            network.heal()
+            assert run.agents[victim].process.wait(60) == 0

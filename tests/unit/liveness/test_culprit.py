@@ -203,7 +203,7 @@ NAMES = {"10.0.0.1": "n0", "10.0.0.2": "n1", "10.0.0.3": "n2"}
         pytest.param(
             ["", "10.0.0.3,10.0.0.1", "10.0.0.2"],
             ("n1", "n2", "n0"),
-            "no data passes between n1 and n2 and between n0 and n1",
+            "no data passes between n1 and n2, between n0 and n1",
             id="two links",
         ),
         pytest.param(
@@ -303,7 +303,7 @@ def test_a_node_that_says_nothing() -> None:
         pytest.param(
             {"n2": "n1", "n3": "n4"},
             ("n0", "n2", "n3"),
-            "no data passes between n0 and n2 and between n0 and n3: n1 reaches n2 and n4 reaches n3, and n0",
+            "no data passes between n0 and n2, between n0 and n3: n1 reaches n2 and n4 reaches n3, and n0",
             id="two links",
         ),
         pytest.param({"n2": "n1", "n3": ""}, ("n3",), "n3 does not answer, and 2 ranks wait", id="a link and a node"),

@@ -29,11 +29,14 @@ from elasticrt.liveness.hang_monitor import HangMonitor, where
 from elasticrt.liveness.stacks import StackAnswer, Stacks, main_thread
 from elasticrt.liveness.stall_detector import IdleWorkers, stopped_since
 from elasticrt.liveness.watched_workers import WatchedWorkers
+from elasticrt.rendezvous.records import Seat
 from elasticrt.workers.group_state import GroupState
 from tests.unit.settings import settings_of
 
 WAITS = asdict(Position(1, 5, True, "S", "collective", "train.py:9 in f", begun=3))
 """What the other node says of its worker: it waits in a collective."""
+BUSY = asdict(Position(1, 5, True, "S", "code", "train.py:5 in g", begun=3))
+"""... or it is in the script's own code."""
 
 
 LINE, ALL_REDUCE = (
@@ -292,6 +295,35 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
         monitor.search.find_culprit(began + asked_at, {"n0": "", "n1": "", "n2": ""}, others, {})
         named.append([each.ranks for each in kept])
     assert named == [[], [], [(0,)]]
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "probes"),
+    [
+        pytest.param(True, {}, True, id="another node does not answer the node of rank 0"),
+        pytest.param(True, {"n1": {"generation": 2, "workers": [BUSY]}}, False, id="it does, and its rank is busy"),
+        pytest.param(False, {}, True, id="the node of rank 0 does not answer"),
+        pytest.param(False, {"n1": {"generation": 2}}, False, id="it does, and has found nothing"),
+    ],
+)
+def test_who_does_not_answer_is_to_be_probed(tmp_path: Path, first: bool, others: dict[str, Any], probes: bool) -> None:
+    """N02: also in an evaluation, where no step is expected; not once steps are made again."""
+    page = StatusPage(StatusPage.create())
+    seat = Seat(
+        node="n0", incarnation="a" * 16, index=1 - first, rank_offset=1 - first, workers=1, address="n0", probe_port=1
+    )
+    state = replace(in_generation_2(1 - first), seat=seat)
+    monitor, found, _ = monitor_of_one_that_is_stuck(tmp_path, page, [ALL_REDUCE, LINE], state=lambda: state)
+    now = time.monotonic()
+    page.step, page.step_at_ns, page.entered = 5, int((now - 4) * 1e9), 6
+    monitor.search.look_closer(now, ask_s=[0.0])
+    monitor.search.note_positions(found.get(timeout=10))
+    assert monitor.search.asks_for_positions(now) == 2
+    monitor.search.note_answers(now, 2, {"n0": "", "n1": ""}, others)
+    assert monitor.search.unanswered_at == (now if probes else None)
+    page.step, page.step_at_ns, page.entered = 6, int((now + 1) * 1e9), 7
+    monitor.search.look_closer(now + 1, ask_s=[])
+    assert monitor.search.unanswered_at is None
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], 1, "x" * 8, {**WAITS, "rank": "1"}, {**WAITS, "more": 1}])
