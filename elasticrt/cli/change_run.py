@@ -151,10 +151,9 @@ def _leave(
             for member, value in left.values()
             if not member.draining
         ][:ASKED_AT_ONCE]
-        record, seen = run.spec()
-        if stops and not record.stopped:
-            stopped = record.model_copy(update={"stopped": True})
-            asked.append(transactions.change_spec(run.keys, stopped, seen))
+        if stops and not (found := run.spec())[0].stopped:
+            stopped = found[0].model_copy(update={"stopped": True})
+            asked.append(transactions.change_spec(run.keys, stopped, found[1]))
         if not asked:
             time.sleep(LOOK_AGAIN_S)
             continue

@@ -354,7 +354,10 @@ def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServe
 
 
 def test_a_damaged_checkpoint_is_told_of_once(tmp_path: Path) -> None:
-    """F07: all ranks end with the same error: rank 0 says it, the others where its traceback is."""
+    """F07: all ranks end with the same error: rank 0 says it, the others at most where its traceback is.
+
+    If rank 0 fails first, another may be ended before it has said so.
+    """
     script = tmp_path / "save.py"
     script.write_text(
         "import elasticrt; ctx = elasticrt.init(); keeper = elasticrt.Checkpointer('ckpt'); keeper.restore()\n"
@@ -367,8 +370,9 @@ def test_a_damaged_checkpoint_is_told_of_once(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 5
     said = [line for line in done.stderr.splitlines() if re.match(r"\[rank \d\] rank \d", line)]
-    assert sum("no checkpoint can be used" in line for line in said) == 1, done.stderr
-    assert sum("ends with the CheckpointError of rank 0" in line for line in said) == 2, done.stderr
+    others = [line for line in said if not line.startswith("[rank 0]")]
+    assert ["no checkpoint can be used" in line for line in said if line not in others] == [True], done.stderr
+    assert all("ends with the CheckpointError of rank 0" in line for line in others), done.stderr
     assert "rank 0 failed first" in done.stderr, done.stderr
 
 
