@@ -222,7 +222,7 @@ def test_a_worker_parent_that_was_stopped_goes_on(tmp_path: Path, etcd: EtcdServ
         children = psutil.Process(agent.pid).children()
         (parent,) = (each for each in children if "elasticrt.bootstrap.fork_server_main" in each.cmdline())
         parent.suspend()
-        assert parent.status() == psutil.STATUS_STOPPED
+        run.wait("the parent is stopped", lambda: parent.status() == psutil.STATUS_STOPPED)
         run.wait("the parent goes on", lambda: parent.status() != psutil.STATUS_STOPPED)
         run.finish()
         assert run.ended() == {"n0": 0}
