@@ -113,8 +113,8 @@ class Powered(Site):
 
 
 @contextmanager
-def powered(tmp_path: Path, ttl_s: float, *, plain: bool = False) -> Iterator[Powered]:
-    """Three nodes that train together; `plain`: by a script that knows nothing of elasticrt."""
+def powered(tmp_path: Path, ttl_s: float, script: str = "") -> Iterator[Powered]:
+    """Three nodes that train together and have saved; with another `script`, three that have been started."""
     reason = missing()
     if reason:
         pytest.skip(reason)
@@ -122,12 +122,12 @@ def powered(tmp_path: Path, ttl_s: float, *, plain: bool = False) -> Iterator[Po
         server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
         server.address = type(server.address)("http", network.host, server.port)
         with server as etcd, Powered(tmp_path, network, etcd, ttl_s) as run:
-            if plain:
-                Path(run.script[0]).write_text(PLAIN)
+            if script:
+                Path(run.script[0]).write_text(script)
             for name in NAMES:
                 run.start(name)
-            run.together(*NAMES)
-            if not plain:
+            if not script:
+                run.together(*NAMES)
                 run.wait_for_commits(1)
             yield run
 
@@ -152,7 +152,8 @@ def test_a_power_loss_is_found_long_before_the_lease_ends(tmp_path: Path, leads:
 @pytest.mark.slow
 def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:
     """N11: without a Loop, too: the steps of its optimizers stand still, and that is told from outside."""
-    with powered(tmp_path, ttl_s=60.0, plain=True) as run:
+    with powered(tmp_path, 60.0, PLAIN) as run:
+        run.together(*NAMES)
         leader = run.leader()
         victim = next(name for name in NAMES if name != leader)
         took_s = run.without_power(victim)
@@ -167,26 +168,17 @@ def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leads", [pytest.param(False, id="N02-follower"), pytest.param(True, id="N02-leader")])
 def test_a_node_cut_off_in_an_evaluation_is_left_out(tmp_path: Path, leads: bool) -> None:
     """N02, L5: no step is expected there, and etcd hears all; what the workers wait for tells that one is silent."""
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
-    with Network() as network:
-        server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
-        server.address = type(server.address)("http", network.host, server.port)
-        with server as etcd, Powered(tmp_path, network, etcd, 60.0) as run:
-            Path(run.script[0]).write_text(EVALUATES)
-            for name in NAMES:
-                run.start(name)
-            place = Path(run.script[1])
-            run.wait("all evaluate", lambda: len(list(place.glob("evaluates-*"))) >= len(NAMES))
-            number, leader = run.number(), run.leader()
-            victim = leader if leads else next(name for name in NAMES if name != leader)
-            others = [name for name in NAMES if name != victim]
-            workers = [pid for name in others for pid in run.agents[name].worker_pids().values()]
-            network.cut(run.nodes_of(victim), run.nodes_of(*others))
-            run.wait("the others evaluate again", lambda: len(list(place.glob(f"evaluates-{number + 1}-*"))) == 2)
-            assert all(map(alive, workers)), "they keep their processes"
-            (place / "finish").touch()
-            assert {run.agents[name].process.wait(60) for name in others} == {0}, run.story()
-            network.heal()
-            assert run.agents[victim].process.wait(60) == 0
+    with powered(tmp_path, 60.0, EVALUATES) as run:
+        place = Path(run.script[1])
+        run.wait("all evaluate", lambda: len(list(place.glob("evaluates-*"))) >= len(NAMES))
+        number, leader = run.number(), run.leader()
+        victim = leader if leads else next(name for name in NAMES if name != leader)
+        others = [name for name in NAMES if name != victim]
+        workers = [pid for name in others for pid in run.agents[name].worker_pids().values()]
+        run.network.cut(run.nodes_of(victim), run.nodes_of(*others))
+        run.wait("the others evaluate again", lambda: len(list(place.glob(f"evaluates-{number + 1}-*"))) == 2)
+        assert all(map(alive, workers)), "they keep their processes"
+        (place / "finish").touch()
+        assert {run.agents[name].process.wait(60) for name in others} == {0}, run.story()
+        run.network.heal()
+        assert run.agents[victim].process.wait(60) == 0
