@@ -29,10 +29,12 @@ class Stream(IterableDataset):
 model = DDP(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(model.parameters(), 1e-6)
 loop = elasticrt.Loop("ckpt", every="1000 steps", memory=0, model=model, optimizer=optimizer)
-trained = pathlib.Path(f"trained-{{os.getpid()}}").open("w", buffering=1)
+tried = pathlib.Path(f"tried-{{os.getpid()}}").open("w", buffering=1)
+finished = pathlib.Path(f"finished-{{os.getpid()}}").open("w", buffering=1)
 for epoch in loop.epochs({EPOCHS}):
     for x in loop.batches(DataLoader(Stream(), batch_size=2)):
         with loop.step():
+            print(json.dumps([loop.steps_done, ctx.rank, epoch, x.tolist()]), file=tried)
             loss = model(x.float().view(-1, 1)).square().mean()
             if (ctx.rank, loop.steps_done) == (VICTIM, STEP) and not pathlib.Path("killed").exists():
                 pathlib.Path("killed").touch()
@@ -41,16 +43,22 @@ for epoch in loop.epochs({EPOCHS}):
             optimizer.step()
             optimizer.zero_grad()
         if loop.complete:
-            print(json.dumps([loop.steps_done, ctx.rank, epoch, x.tolist()]), file=trained)
+            print(loop.steps_done - 1, file=finished)
 """
 
 
 def _check_samples(directory: Path) -> None:
-    """Each sample was trained once in each epoch. A step that only the victim has finished was made once more."""
+    """Each sample was trained once in each epoch: each try of a step had the same samples, and a rank has finished it.
+
+    One rank that has finished a step is enough. Another one may have been cut off from its end by the loss of a rank,
+    and then takes over the state after the step.
+    """
     by_step: dict[tuple[int, int], tuple[int, list[float]]] = {}
-    for path in directory.glob("trained-*"):
+    for path in directory.glob("tried-*"):
         for step, rank, epoch, samples in map(json.loads, path.read_text().splitlines()):
             assert by_step.setdefault((step, rank), (epoch, samples)) == (epoch, samples)
+    finished = {int(line) for path in directory.glob("finished-*") for line in path.read_text().splitlines()}
+    assert finished == {step for step, _ in by_step}
     found: dict[int, list[float]] = defaultdict(list)
     for epoch, samples in by_step.values():
         found[epoch] += samples
