@@ -94,7 +94,7 @@ class WorkerPages:
             begun = [page.begun_at_ns or page.init_at_ns for page in pages if not (page.joined_at_ns or page.beats)]
         # A generation that waits makes no step: it is complete when its workers have agreed on the state.
         elif generation.waits:
-            begun = [page.init_at_ns for page in pages if page.restored_at_ns <= page.init_at_ns]
+            begun = [page.init_at_ns for page in pages if page.is_meeting]
         else:
             begun = [page.init_at_ns for page in pages if not page.step_at_ns]
         at = min((at for at in begun if at >= max(1, state.seated_ns)), default=math.inf) / 1e9

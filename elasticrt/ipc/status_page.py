@@ -140,6 +140,11 @@ class StatusPage(ctypes.Structure):
         draws_ns, halts_ns, pauses_ns = (max(0, now_ns - each) if each else 0 for each in begun)
         return self.data_ns + draws_ns, self.save_ns + halts_ns, self.pause_ns + pauses_ns
 
+    @property
+    def is_meeting(self) -> bool:
+        """Whether the worker meets the other ranks of a generation, or takes over their state."""
+        return self.init_at_ns > self.restored_at_ns
+
     def text(self) -> bytes:
         """The text behind the words."""
         return self._map[PAGE_BYTES:].partition(b"\0")[0]

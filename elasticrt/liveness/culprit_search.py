@@ -139,7 +139,7 @@ class CulpritSearch:
             return Position(
                 rank=ranks[local_rank],
                 step=step_of(page),
-                stepping=bool(page.stepping or not page.entered),
+                stepping=bool(page.stepping or page.is_meeting or not page.entered),
                 state=self._workers.state_of(pid),
                 doing=what,
                 place=place,

@@ -77,7 +77,7 @@ class StepWatch:
         if self._paused_ns is not None and paused_ns > self._paused_ns:
             self.pauses_s = (*self.pauses_s, (paused_ns - self._paused_ns) / 1e9)[-PAUSES_KEPT:]
         self._paused_ns = paused_ns
-        pauses = in_loop and not held and not all(page.stepping for page in pages)
+        pauses = in_loop and not held and not all(page.stepping or page.is_meeting for page in pages)
         self.is_over = in_loop and all(page.over for page in pages)
         self.paused_since = self.paused_since or now if pauses and not self.is_over else None
         if not in_loop and not (pages and all(page.beats for page in pages)):

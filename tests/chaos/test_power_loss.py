@@ -6,7 +6,9 @@ the standing steps can have told; how long it took is printed, not judged.
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +82,30 @@ for epoch in loop.epochs(1):
 """
 
 
+IN_PLACE = """
+import os, sys, time
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+import elasticrt
+
+directory = sys.argv[1]
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop(os.path.join(directory, "ckpt"), model=model, optimizer=optimizer)
+for step in loop.steps(10**9):
+    with loop.step():
+        model(torch.randn(8, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        over = ctx.sum(int(os.path.exists(os.path.join(directory, "finish"))))
+        time.sleep(0.02)
+    open(os.path.join(directory, f"stepped-{ctx.generation}-{ctx.rank}"), "w").close()
+    if loop.complete and over:
+        break
+"""
+
+
 class Powered(Site):
     """A run in which no collective ends by itself."""
 
@@ -113,8 +139,11 @@ class Powered(Site):
 
 
 @contextmanager
-def powered(tmp_path: Path, ttl_s: float, script: str = "") -> Iterator[Powered]:
-    """Three nodes that train together and have saved; with another `script`, three that have been started."""
+def powered(tmp_path: Path, ttl_s: float, script: str = "", *options: str) -> Iterator[Powered]:
+    """Three nodes that train together and have saved; with another `script`, three that have been started.
+
+    `options`: further ones of the agents.
+    """
     reason = missing()
     if reason:
         pytest.skip(reason)
@@ -122,6 +151,7 @@ def powered(tmp_path: Path, ttl_s: float, script: str = "") -> Iterator[Powered]
         server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
         server.address = type(server.address)("http", network.host, server.port)
         with server as etcd, Powered(tmp_path, network, etcd, ttl_s) as run:
+            run.options += options
             if script:
                 Path(run.script[0]).write_text(script)
             for name in NAMES:
@@ -182,3 +212,23 @@ def test_a_node_cut_off_in_an_evaluation_is_left_out(tmp_path: Path, leads: bool
         assert {run.agents[name].process.wait(60) for name in others} == {0}, run.story()
         run.network.heal()
         assert run.agents[victim].process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_link_cut_while_a_group_is_made_is_a_hang(tmp_path: Path) -> None:
+    """N02, L5: survivors that never meet are ended after three times --hang-timeout; all go on when it is mended."""
+    with powered(tmp_path, 60.0, IN_PLACE, "--hang-timeout", "1s") as run:
+        place = Path(run.script[1])
+        run.wait("all step", lambda: len(list(place.glob("stepped-1-*"))) == len(NAMES))
+        (first,) = (name for name in NAMES if 0 in run.agents[name].worker_pids())
+        others = [name for name in NAMES if name != first]
+        run.network.cut(run.nodes_of(others[0]), run.nodes_of(others[1]))
+        os.kill(run.agents[first].worker_pids()[0], signal.SIGKILL)
+        run.wait("a hang", lambda: any(event["final"] for event in run.events("stalled")))
+        assert not list(place.glob("stepped-2-*")), "the survivors have not met"
+        number = run.number()
+        run.network.heal()
+        run.wait("all step again", lambda: len(list(place.glob(f"stepped-{run.number()}-*"))) == len(NAMES), 90)
+        assert run.number() > number
+        (place / "finish").touch()
+        assert set(run.ended(60).values()) == {0}, run.story()

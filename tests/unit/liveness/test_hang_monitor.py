@@ -443,6 +443,29 @@ def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("restored_at_s", "asked"), [(90, [("stalled", False, 18), ("stalled", True, 36)]), (110, [("paused", False, 12)])]
+)
+def test_a_group_that_is_never_made_is_a_hang_and_no_pause(
+    tmp_path: Path, restored_at_s: int, asked: list[tuple[str, bool, int]]
+) -> None:
+    """N02: a survivor that waits for ever for the ranks of its new generation has failed; one behind that pauses."""
+    kept: list[Stacks] = []
+    page = StatusPage(StatusPage.create())
+
+    def take(_group: object, _put: object, blank: Stacks, _ranks: object) -> None:
+        kept.append(blank)
+
+    monitor, _ = monitor_of_one(tmp_path, page, hang_s=12.0, take_stacks=take)
+    page.entered, page.in_place = 119, IN_PLACE
+    page.init_at_ns, page.restored_at_ns = int(100e9), int(restored_at_s * 1e9)
+    for tick in range(400):
+        now = 100.0 + tick / 10
+        monitor.steps.look(now, held=False)
+        monitor.ask_if_stalled(now)
+    assert [(each.why, each.final, round(each.age_s)) for each in kept] == asked
+
+
 def test_a_page_of_before_tells_nothing_of_the_pace(tmp_path: Path) -> None:
     """A survivor's page shows its last seat until it takes the next: its whole training is no usual step."""
     page = StatusPage(StatusPage.create())
