@@ -27,6 +27,7 @@ from elasticrt.bootstrap import child_process, shutdown
 from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc import proc
 from elasticrt.ipc.channel import Channel, ChannelClosed
+from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
 from elasticrt.ipc.status_page import STACKS_SIGNAL
 from elasticrt.ipc.std_streams import occupy
@@ -267,6 +268,8 @@ def main(text: str) -> NoReturn:
     # Descriptors that arrive must never get the numbers of the standard streams.
     occupy()
     proc.adopt_orphans()
+    # A worker parent that a signal has stopped would not notice the end of its agent.
+    die_with_parent(os.getppid(), signal.SIGCONT)
     script, directory = _script(options)
     parent = ForkServer(Channel.adopt(options.channel_fd))
     warm, torch_threads = _prepare(options, script, directory)

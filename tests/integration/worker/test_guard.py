@@ -15,6 +15,7 @@ from rig import Rig
 
 from elasticrt.ipc.channel import ChannelClosed
 from elasticrt.ipc.messages import Signal
+from elasticrt.ipc.proc import state_of
 from elasticrt.settings import Command
 from elasticrt.workers import logs
 from elasticrt.workers.fork_server import ParentLost
@@ -75,8 +76,9 @@ def test_nothing_outlives_a_worker_that_ended(either, brood, is_alive, after):
     assert [is_alive(pid) for pid in pids] == [False] * 4
 
 
-def test_the_agent_is_killed(tmp_path, until, is_alive):
-    """A01: SIGKILL the agent: its worker parent, its workers and their broods are gone soon after."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_agent_is_killed(tmp_path, until, is_alive, stopped):
+    """A01, W08: SIGKILL the agent: its worker parent, even a stopped one, its workers and their broods are gone."""
     agent = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
@@ -96,6 +98,9 @@ def test_the_agent_is_killed(tmp_path, until, is_alive):
             assert process.stdout is not None
             parent = int(process.stdout.readline())
             until((tmp_path / "pids").exists, "the worker has started its brood")
+            if stopped:
+                os.kill(parent, signal.SIGSTOP)
+                until(lambda parent=parent: state_of(parent) == "T", "the parent is stopped")
             process.kill()
         pids = [parent, *map(int, (tmp_path / "pids").read_text().split())]
         until(lambda pids=pids: not any(map(is_alive, pids)), "all processes of the killed agent are gone")
