@@ -158,9 +158,9 @@ class Loop:
         is True in every batch.
 
         After the block of a step: whether the step is done. It is False after a try that was undone because the
-        membership has changed, as the step is made again. There is one exception: if other ranks had finished the step,
-        and are in `evaluate` after it, this rank has taken over their state. Then this is True, so that the script
-        follows them into `evaluate`.
+        membership has changed: the step is made again, or other ranks had finished it, and this rank has taken over
+        their state. There is one exception: if these ranks are in `evaluate` after the step, this is True, so that the
+        script follows them into `evaluate`.
         """
         self._tracker.note_question()
         return self._tracker.completes
