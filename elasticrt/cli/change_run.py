@@ -1,7 +1,7 @@
 """`elasticrt drain`, `stop` and `resize`: change a live run from outside.
 
 Each writes one wish into etcd, and the run's own agents do the rest. `drain` and `stop` write into nodes' member keys
-that these shall save the present step and leave, `stop` also into the spec, for nodes that come or come back later;
+that these shall save the present step and leave, and also into the spec, for nodes that come or come back later;
 `resize` writes into the spec how many nodes may take part.
 """
 
@@ -134,7 +134,8 @@ def _leave(
         leaves: which members.
         timeout_s: after so many seconds RendezvousTimeoutError is raised.
         told: a text to write when etcd has taken the first request.
-        stops: whether the run stops, so that nobody who is cut off now goes on with it later.
+        stops: whether the whole run stops. The spec says that, or who leaves, so that nobody who is cut off now goes on
+            with the run later.
     """
     deadline = time.monotonic() + timeout_s
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
@@ -151,9 +152,12 @@ def _leave(
             for member, value in left.values()
             if not member.draining
         ][:ASKED_AT_ONCE]
-        if stops and not (found := run.spec())[0].stopped:
-            stopped = found[0].model_copy(update={"stopped": True})
-            asked.append(transactions.change_spec(run.keys, stopped, found[1]))
+        spec, seen = run.spec()
+        new = spec.model_copy(update={"stopped": True}) if stops else spec
+        for member, _ in () if stops else left.values():
+            new = new.telling(member.agent)
+        if new != spec:
+            asked.append(transactions.change_spec(run.keys, new, seen))
         if not asked:
             time.sleep(LOOK_AGAIN_S)
             continue

@@ -11,6 +11,7 @@ from typing import Any
 
 from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.errors import ConfigError
+from elasticrt.event_log import store_of, writers
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
@@ -156,16 +157,37 @@ def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveR
 
     It is the etcd of `options`; otherwise the one that agents have noted in the run's `directory`; if they have noted
     none, the one that agents have started on this machine.
+
+    Raises ConfigError, too, if the `options` name another etcd than that of the living agents that write to
+    `directory`: there a run of the same id belongs to another directory.
     """
-    endpoints = where_etcd_is(options)[0] or _etcd_of(run_id, directory)
+    named = where_etcd_is(options)[0]
+    endpoints = named or _etcd_of(run_id, directory)
     store = EtcdStore(endpoints, read_credentials(options))
     try:
-        yield LiveRun(store, Keys(run_id), directory)
+        run = LiveRun(store, Keys(run_id), directory)
+        if named:
+            _check_store(run, ",".join(map(str, named)))
+        yield run
     except StoreUnavailable as error:
         remedy = f"`elasticrt doctor --etcd {','.join(map(str, endpoints))}` looks for the reason"
         raise StoreUnavailable(f"{error}. {remedy}") from error
     finally:
         store.close()
+
+
+def _check_store(run: LiveRun, named: str) -> None:
+    """Raise ConfigError if living agents write to the run's directory, and none of them is in the `named` etcd."""
+    living = writers(run.directory)
+    story = run_dir.read(run.directory) if living else None
+    # The starts of agents tell nothing of a fresh embedded etcd that has taken the place of theirs.
+    if story is None or story.run.etcd == named:
+        return
+    here = run.store.read(run.keys.spec).store_id
+    if all(store_of(run.directory / name) != here for name in living):
+        what, where = "the living run of this directory is in another etcd", str(run.directory)
+        remedy = "Leave --etcd out, or name the directory of the other run with --log-dir"
+        raise ConfigError(what, where, expected=f"--etcd {story.run.etcd}", remedy=remedy)
 
 
 def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:

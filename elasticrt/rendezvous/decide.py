@@ -76,7 +76,7 @@ from elasticrt.rendezvous.reconfiguration import (
     probe_times,
     take_part_in_handover,
 )
-from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
+from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat, SpecRecord
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import difference, resized
@@ -155,7 +155,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     # lease.
     if me.lease == "lost" or own_key is None or not registered:
         return Register("this node has no member key in etcd")
-    if (own_key.record.draining or view.spec.record.stopped) and not me.record.draining:
+    if (own_key.record.draining or _was_told_to_leave(me, view.spec.record)) and not me.record.draining:
         return Drain("asked to drain")
     # The report comes before the key: `as_reported` takes a report that is newer than the key at its word. A report
     # about an older generation is not stored, because its transaction compares the current one.
@@ -188,6 +188,11 @@ def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
     if 0 < max(me.running_generation, me.seated_generation) < generation.number and not waits:
         return Rejoin(f"generation {generation.number} goes on without this node")
     return None
+
+
+def _was_told_to_leave(me: Me, spec: SpecRecord) -> bool:
+    """Whether the run, or this agent, was told to leave, perhaps while it had no key."""
+    return spec.stopped or me.record.agent in spec.leaving
 
 
 def _wait_for_etcd(me: Me, waiting: str) -> Decision:
@@ -418,7 +423,9 @@ def _after_loss(context: LeaderContext, lost: list[Seat]) -> Decision:
     same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
     cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
     if len(lost) == len(context.seats):
-        return _start_anew(context, "lost", cause)
+        # Nodes that had left before this one came had stopped.
+        stopped = set(same) == {"left"} and context.view.vanished.keys().isdisjoint(gone)
+        return _start_anew(context) if stopped else _start_anew(context, "lost", cause)
     if (wait := wait_for_save(context, lost)) is not None:
         return wait
     return re_form(context, "lost", cause)

@@ -105,6 +105,10 @@ def decode(kind: type[R], key: str, value: bytes) -> R:
     )
 
 
+LEAVING_MAX = 64
+"""How many agents that were told to leave the spec names. Older ones have left, or will not come back."""
+
+
 class SpecRecord(Record):
     """The agreed options of a run.
 
@@ -115,12 +119,20 @@ class SpecRecord(Record):
             numbers.
         stopped: the run was told to stop, so every node leaves, also one that hears of it late. Who submits the run
             again, when no node of it lives, takes this back.
+        leaving: the agents that were told to leave (`Member.agent`), the newest last. An agent whose key ends before it
+            hears of that, because its machine stands still, leaves when it is back.
     """
 
     spec: RunSpec
     attempt: Annotated[int, Field(ge=1)]
     resized: bool = False
     stopped: bool = False
+    leaving: tuple[str, ...] = Field(default=(), strict=False, max_length=LEAVING_MAX)
+
+    def telling(self, agent: str) -> SpecRecord:
+        """This record, with `agent` among those that were told to leave."""
+        known = agent in self.leaving
+        return self if known else self.model_copy(update={"leaving": (*self.leaving, agent)[-LEAVING_MAX:]})
 
 
 class Member(Record):
@@ -165,6 +177,11 @@ class Member(Record):
     seen: Count = 0
     drain_s: Annotated[float, Field(ge=0)] = 0.0
     node_rank: Count | None = None
+
+    @property
+    def agent(self) -> str:
+        """Names the agent's process, in all lives of the node in it. In a container each agent has the same pid."""
+        return f"{self.node} {self.pid} {self.probe_port}"
 
 
 class Seat(BaseModel):

@@ -123,7 +123,7 @@ def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
 
 
 def change_spec(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
-    """Stop a live run, or change how many nodes it may have, if its spec is as it was read and it has not ended."""
+    """Change what a live run has agreed on, if its spec is as it was read and the run has not ended."""
     return Txn(
         compares=(_unchanged(keys.spec, seen_mod), _absent(keys.result(spec.attempt))),
         operations=(Put(keys.spec, spec.encode()),),

@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, lines, records
 from elasticrt.events import VERSION, AgentStopped, Record, Result
-from elasticrt.ipc.proc import machine, stat
+from elasticrt.ipc.proc import machine, start_of
 from elasticrt.story.fold import Story
 from elasticrt.story.lives import AgentLife
 
@@ -96,7 +96,7 @@ def follow(directory: Path, over: Callable[[Story], bool]) -> Iterator[tuple[Sto
         news = _fold_new(story, directory, offsets)
         story.run.note_id(directory.name)
         # Their processes are gone, and they have written no end.
-        dead = {life.node for life in alive_here(story) if stat(life.pid) is None}
+        dead = {life.node for life in alive_here(story) if not start_of(life.pid)}
         if dead:
             # Once more: what the agents wrote between the first reading and their end.
             news += _fold_new(story, directory, offsets)

@@ -337,7 +337,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S3",
         "the farewell of a former life does not arrive",
     ),
-    "decide without: (own_key.record.draining or view.spec.record.stopped) and (not me.record.drainin": (
+    "decide without: (own_key.record.draining or _was_told_to_leave(me, view.spec.record)) and (not m": (
         "L2",
         "a node is asked to drain",
     ),

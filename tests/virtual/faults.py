@@ -324,10 +324,15 @@ class Faults:
         found = self.sim.server.read(Keys("run").member(process.name)).keys
         if not found:
             return False
-        member = decode(Member, found[0].key, found[0].value)
-        if self.sim.plan.leaves_within_s:  # Otherwise the wish may be lost with its key.
+        member, spec = decode(Member, found[0].key, found[0].value), self.sim.server.read(Keys("run").spec).keys
+        if self.sim.plan.leaves_within_s:  # Otherwise etcd may lose the wish.
             process.told_at = self.sim.engine.now + fault.for_s
-        txn = transactions.drain(Keys("run"), found[0], member.model_copy(update={"draining": True}))
+        asked = [transactions.drain(Keys("run"), found[0], member.model_copy(update={"draining": True}))]
+        if spec:
+            told = decode(SpecRecord, spec[0].key, spec[0].value).telling(member.agent)
+            asked.append(transactions.change_spec(Keys("run"), told, spec[0].mod_revision))
+        compares = tuple(compare for each in asked for compare in each.compares)
+        txn = Txn(compares, tuple(each for one in asked for each in one.operations), why="told to leave")
         self.sim.engine.after(fault.for_s, self._drain, process, txn)
         return True
 

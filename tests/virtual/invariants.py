@@ -366,9 +366,11 @@ class Invariants:
 
     def _spec(self, new: SpecRecord) -> None:
         require(new.attempt not in self.results, "S12", f"attempt {new.attempt} begins again after its result")
-        may = {"spec": resized(new.spec, self.spec.spec), "stopped": self.spec.stopped} if self.spec is not None else {}
-        if self.spec is not None and new.model_copy(update=may) != self.spec:
-            over = self.spec.attempt in self.results
+        # Operators may change the numbers of nodes, and who was told to leave.
+        old = self.spec
+        may = {"spec": resized(new.spec, old.spec), "stopped": old.stopped, "leaving": old.leaving} if old else {}
+        if old is not None and new.model_copy(update=may) != old:
+            over = old.attempt in self.results
             require(over or not self.members, "S3", f"the options are changed while {sorted(self.members)} live")
         if self.spec is not None and new.attempt != self.spec.attempt:
             require(new.attempt == self.spec.attempt + 1, "S12", f"attempt {new.attempt} after {self.spec.attempt}")

@@ -343,6 +343,15 @@ CHANGES: list[Plan] = [
         ends_after=6,
     ),
     story("a node is asked to drain", 3, Fault(6.0, "drain", "n1"), loops=True, leaves_within_s=5.0),
+    story(
+        "a node is told to leave while its machine stands still, and does when it is back",
+        3,
+        Fault(6.0, "pause_node", "n1", 20.0),
+        Fault(6.5, "drain", "n1"),
+        loops=True,
+        leaves_within_s=5.0,
+        safety_s=60.0,
+    ),
     story("too few would remain", 2, Fault(6.0, "leave", "n1"), loops=True, spec=spec_for(2, min_nodes=2)),
     story("a run is resized", 3, Fault(6.0, "resize", "", 0.0, "1:2")),
     # Ends and beginnings.

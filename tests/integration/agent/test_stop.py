@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from elasticrt import events
-from elasticrt.event_log import records
+from elasticrt.event_log import EventLog, records
+from elasticrt.ipc.proc import machine
 from tests.cluster import TOGETHER, Cluster
 from tests.integration.agent.test_narration import LOOP, terminals
 from tests.servers import etcd_server, wait_until
@@ -49,6 +50,40 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         step = last.partition("; step ")[2].partition(" is saved")[0]
         assert last.startswith(f"run {run_id} stopped; step ")
         assert list((tmp_path / "ckpt").glob(f"step-{step.replace(',', '')}-*"))
+
+
+def test_a_drained_node_that_is_away_does_not_come_back(tmp_path: Path) -> None:
+    """K04: a machine is suspended while its node is drained. When it wakes up it hears of that, and leaves."""
+    (tmp_path / "train.py").write_text(LOOP)
+    options = ["--nnodes", "1:2", "--lease-ttl", "2s", "--join", "now", *TOGETHER]
+    with etcd_server() as etcd, Cluster(tmp_path, f"stop-{secrets.token_hex(4)}", options, ["train.py"]) as run:
+        for name in ("n0", "n1"):
+            run.start(name, "--etcd", str(etcd.address))
+        run.wait("steps", lambda: run.last_step() > 3)
+        away = psutil.Process(run.agents["n1"].pid)
+        away.suspend()
+        done = stop(tmp_path, "n1", "--etcd", str(etcd.address), command="drain")
+        assert done.returncode == 0, done.stderr
+        away.resume()
+        assert run.agents["n1"].process.wait(60) == 143, run.story()
+        again = run.start("n1", "--etcd", str(etcd.address))
+        newest = lambda: run.events("generation")[-1]["nodes"]  # noqa: E731
+        run.wait("a new agent of that name joins", lambda: "n1" in newest() and again.worker_pids())
+        assert stop(tmp_path, "--etcd", str(etcd.address)).returncode == 0
+        assert set(run.ended().values()) == {143}
+
+
+def test_the_directory_of_another_run_of_that_id(tmp_path: Path) -> None:
+    """S14: its agents are in another etcd than the one that is named, so nothing there is theirs."""
+    with etcd_server() as etcd:
+        log = EventLog("n0", tmp_path / "run" / "calm-fox")
+        log.write(events.AgentStarted(1, "calm-fox", "http://127.0.0.1:9", "run/calm-fox", machine(), 1, 1, "another"))
+        for command in (["stop"], ["drain", "n0"], ["resize", "1:2"]):
+            done = stop(tmp_path, *command[1:], "calm-fox", "--etcd", str(etcd.address), command=command[0])
+            assert done.returncode == 2, done.stderr
+            assert "the living run of this directory is in another etcd" in done.stderr
+            assert "expected --etcd http://127.0.0.1:9" in done.stderr
+        log.close()
 
 
 def test_a_node_that_is_away_does_not_go_on_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,15 @@ def test_a_directory_never_means_another_run_of_its_id(capsys: pytest.CaptureFix
     _run("calm-fox", lives=False, etcd="http://127.0.0.1:8")
     assert main(["stop", "runs/calm-fox"]) == 4
     assert "2 s (http://127.0.0.1:8)" in capsys.readouterr().err
+
+
+def test_an_agent_that_nobody_has_reaped_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """A01: a killed agent stays in the table of processes until its parent looks, as in some containers."""
+    with subprocess.Popen(["true"]) as agent:
+        os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+        _run("calm-fox", lives=False, pid=agent.pid)
+        assert main(["report", "runs/calm-fox"]) == 0
+        assert "ended without a result (killed)" in capsys.readouterr().out
 
 
 def test_a_fresh_etcd_in_place_of_one_that_had_died(capsys: pytest.CaptureFixture[str]) -> None:
