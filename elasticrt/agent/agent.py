@@ -26,7 +26,7 @@ from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import CLOSE_S, Membership
 from elasticrt.agent.network_interfaces import check_loopback
-from elasticrt.agent.store_proxy import StoreRequest
+from elasticrt.agent.store_proxy import BuilderEnded, StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import (
     EXIT_BUG,
@@ -346,7 +346,7 @@ class Agent(WorkerSide):
                 self._signals_done += 1
                 self._leave_on_signal(event)
             case WorkerMessage(message=message) if isinstance(message, Request):
-                self._ask_store(event)
+                self.membership.proxy.send(self._store_request(event, message))
             case Commit():
                 self.last_commit, took_s = event, round(self.supervisor.saving_s(), 3)
                 self.console.committed(events.Committed(event.reached, event.generation, event.size, took_s))
@@ -354,6 +354,8 @@ class Agent(WorkerSide):
                 self.supervisor.hangs.search.note_answers(self.clock.monotonic(), generation, nodes, by_node)
             case _:
                 self.supervisor.fold(event)
+                if isinstance(event, WorkerEnded):
+                    self.membership.proxy.worker_ended(self._store_request(event, BuilderEnded()))
                 if isinstance(event, WorkerMessage) and isinstance(event.message, Step):
                     self.console.note_step(event.generation, event.rank, event.message)
                 if self.supervisor.misfit is not None and not self._is_leaving:
@@ -477,27 +479,25 @@ class Agent(WorkerSide):
         """See `WorkerSide`."""
         self.console.published(decision, before)
 
-    def _ask_store(self, said: WorkerMessage) -> None:
-        """Pass a worker's request on to the store proxy, with the record of the worker's generation as its fence."""
-        member, request = self.member, said.message
+    def _store_request(self, said: WorkerMessage | WorkerEnded, request: Request | BuilderEnded) -> StoreRequest:
+        """A worker's request, with the record of the worker's generation as its fence."""
+        member, answer = self.member, said.answer if isinstance(said, WorkerMessage) else lambda _: None
         view, me = member.view, member.me
-        assert isinstance(request, Request)
         # A worker that sets up beside the training says generation 0. It prepares data for the present generation.
         number = said.generation or view.generation_number
         # The transaction compares the record of the worker's own generation. Without that record it is not sent,
         # because a newer generation has replaced the worker's.
         current = view.generation is not None and view.generation_number == number
-        self.membership.proxy.send(
-            StoreRequest(
-                request=request,
-                generation=number,
-                record=view.generation.value if view.generation and current else None,
-                attempt=me.attempt,
-                node=me.record.node,
-                incarnation=me.record.incarnation,
-                lease=member.lease_id,
-                answer=said.answer,
-            )
+        return StoreRequest(
+            request=request,
+            generation=number,
+            record=view.generation.value if view.generation and current else None,
+            attempt=me.attempt,
+            node=me.record.node,
+            incarnation=me.record.incarnation,
+            lease=member.lease_id,
+            answer=answer,
+            local_rank=said.local_rank,
         )
 
     # Leaving.

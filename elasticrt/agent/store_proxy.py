@@ -31,6 +31,13 @@ _State = Literal["building", "done", "failed"]
 
 
 @dataclass(frozen=True)
+class BuilderEnded:
+    """A worker of this node has ended. What it was building becomes free for others. Nobody waits for the answer."""
+
+    request: int = 0
+
+
+@dataclass(frozen=True)
 class StoreRequest:
     """A worker's request, with what the transaction for it needs.
 
@@ -43,9 +50,10 @@ class StoreRequest:
         node, incarnation: this node's name and its present incarnation.
         lease: the id of this node's lease.
         answer: takes the reply to the worker.
+        local_rank: the local rank of the worker.
     """
 
-    request: Request
+    request: Request | BuilderEnded
     generation: int
     record: bytes | None
     attempt: int
@@ -53,6 +61,7 @@ class StoreRequest:
     incarnation: str
     lease: int
     answer: Callable[[Reply], None]
+    local_rank: int = 0
 
 
 class StoreProxy:
@@ -74,6 +83,8 @@ class StoreProxy:
         self._meeting = meeting
         # The checkpoint directories that this agent owns.
         self._holdings: dict[str, Holding] = {}
+        # By preparation: the local rank of this node's worker that has claimed the build.
+        self._builders: dict[str, int] = {}
         self._closing = False
         self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -84,6 +95,11 @@ class StoreProxy:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
             self._thread.start()
+
+    def worker_ended(self, asked: StoreRequest) -> None:
+        """Take note that a worker has ended. `asked`: with a `BuilderEnded`."""
+        if asked.local_rank in self._builders.values():
+            self.send(asked)
 
     def close(self, timeout_s: float) -> None:
         """End the thread after the request under way, and release the checkpoint directories that this agent owns.
@@ -101,7 +117,11 @@ class StoreProxy:
 
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None and not self._closing:
-            asked.answer(self.carry_out(asked))
+            reply = self.carry_out(asked)
+            if isinstance(asked.request, BuilderEnded) and reply.refusal == "unsure":
+                # No worker asks again in this case. Each try waits for etcd.
+                self._waiting.put(asked)
+            asked.answer(reply)
 
     def carry_out(self, asked: StoreRequest) -> Reply:
         """Carry out one request, and return the reply. Errors of the store become refusals.
@@ -118,6 +138,8 @@ class StoreProxy:
                 return self._open_directory(asked, request)
             if isinstance(request, ClaimBuild):
                 return self._claim_build(asked, request)
+            if isinstance(request, BuilderEnded):
+                return self._free_builds(asked)
             return self._end_build(asked, request)
         except StoreUnavailable as error:
             return Reply(request.request, False, f"etcd does not answer: {error}", refusal="unsure")
@@ -210,11 +232,15 @@ class StoreProxy:
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
     def _claim_build(self, asked: StoreRequest, request: ClaimBuild) -> Reply:
-        """Claim the right to build a preparation. The claim is bound to this node's lease."""
+        """Claim the right to build a preparation, for one worker of this node.
+
+        The claim is bound to this node's lease.
+        """
         current, record = self._find(Preparation, self._keys.preparation(request.name))
         if record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
-                return Reply(request.request, True)
+                mine = self._builders.setdefault(request.name, asked.local_rank) == asked.local_rank
+                return Reply(request.request, mine, "another process of this node", refusal="" if mine else "wait")
             refusal, why = _taken(asked, record)
             if refusal:
                 return Reply(request.request, False, why, refusal=refusal)
@@ -224,19 +250,34 @@ class StoreProxy:
                 self._keys, request.name, claimed, generation_value=asked.record, seen_mod=seen_mod, lease=asked.lease
             )
             if self._store.commit(txn).succeeded:
+                self._builders[request.name] = asked.local_rank
                 return Reply(request.request, True)
         return Reply(request.request, False, "another node", refusal="wait")
+
+    def _free_builds(self, asked: StoreRequest) -> Reply:
+        """Give up the claims of a worker that has ended. Otherwise they would stand as long as this agent lives."""
+        for name in [name for name, local_rank in self._builders.items() if local_rank == asked.local_rank]:
+            current, record = self._find(Preparation, self._keys.preparation(name))
+            if current is not None and record is not None and _is_ours(asked, record):
+                self._store.commit(transactions.free_preparation(self._keys, name, claimed_mod=current.mod_revision))
+            del self._builders[name]
+        return Reply(asked.request.request, True)
 
     def _end_build(self, asked: StoreRequest, request: BuildDone) -> Reply:
         """Record the outcome of a preparation that this incarnation has claimed."""
         current, record = self._find(Preparation, self._keys.preparation(request.name))
-        ours = record is not None and record.incarnation == asked.incarnation and record.state == "building"
-        if current is not None and ours:
+        self._builders.pop(request.name, None)
+        if current is not None and record is not None and _is_ours(asked, record):
             settled = _preparing(asked, request, "failed" if request.error else "done", request.error)
             txn = transactions.end_preparation(self._keys, request.name, settled, claimed_mod=current.mod_revision)
             if self._store.commit(txn).succeeded:
                 return Reply(request.request, True)
         return Reply(request.request, False, "the claim is gone: another node may be building")
+
+
+def _is_ours(asked: StoreRequest, record: Preparation) -> bool:
+    """Whether this incarnation of the node is the builder."""
+    return record.incarnation == asked.incarnation and record.state == "building"
 
 
 def _taken(asked: StoreRequest, record: Preparation) -> tuple[str, str]:

@@ -50,8 +50,10 @@ _VISIBLE_S = 60.0
 UNSURE_S = 1200.0
 """How long, in seconds, etcd may be unreachable or full. An agent gives up on etcd earlier than that."""
 
-# The longest text of a build function's error that is sent through etcd.
+# The longest text of a build function's error that other processes are told.
 _ERROR_CHARS = 1000
+# The first word in a lock file that tells of a failed build.
+_FAILED = "failed"
 # By lock file, the lock between the threads of this process.
 _threads: dict[str, threading.Lock] = {}
 
@@ -78,7 +80,7 @@ def prepare(
         timeout_s: how long to wait for another builder, in seconds; None: as long as the builder lives.
 
     If the builder dies, a process that waits takes over. If `build` raises, or leaves its directory empty, the builder
-    fails with PreparationError, which ends the run; in the "shared" scope all nodes fail with that error. Raises
+    and all that wait for it fail with PreparationError, which ends the run; in the "shared" scope on all nodes. Raises
     PreparationError too when `timeout_s` passes; TypeError, ValueError and ConfigError for invalid arguments.
 
     After `init` no rank returns before all nodes have their data. What follows is often a collective, and a collective
@@ -285,6 +287,8 @@ def _stamp(path: Path) -> dict[str, Any]:
 class LockRight:
     """The right to build on this node: a lock on a file beside the directory. The lock ends with its holder.
 
+    The file also tells of a build that has failed, so that no other process of the same start repeats it.
+
     It is a POSIX record lock, which forks do not inherit, unlike a lock by `flock`. So a DataLoader worker that
     outlives a killed trainer keeps no other process waiting. Record locks do not exclude threads of one process from
     each other; an ordinary `threading.Lock` does. The file stays, because removing a lock file is a race.
@@ -306,10 +310,15 @@ class LockRight:
         self._target = target
         self._path = target.with_name(f".{target.name}.lock")
         self._thread = _threads.setdefault(str(self._path), threading.Lock())
+        # "" without an agent: then nothing tells which processes were started together.
+        self._start = agent_client.worker_env().nonce
         self._fd = -1
 
     def ask(self) -> bool:
-        """Take the right if it is free, and return whether this process has it. Raises OSError."""
+        """Take the right if it is free, and return whether this process has it.
+
+        Raises PreparationError when the build has failed in another process of this start, OSError.
+        """
         if not self._thread.acquire(blocking=False):
             return False
         with contextlib.ExitStack() as stack:
@@ -321,8 +330,10 @@ class LockRight:
                 # Either error means that another process has the lock. That process has written its name to the file.
                 self.holder = os.read(self._fd, 100).decode(errors="replace") or self.holder
                 return False
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, f"process {os.getpid()}".encode())
+            start, pid, error = self._failure()
+            if start and start == self._start and pid != str(os.getpid()):
+                raise PreparationError(error)
+            self._write(f"process {os.getpid()}")
             stack.pop_all()
         return True
 
@@ -332,7 +343,17 @@ class LockRight:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:
-        """The build has failed with `error`. The next process that gets the lock builds, and fails, by itself."""
+        """The build has failed with `error`, and so fail all processes of this start that wait for it."""
+        self._write(f"{_FAILED} {self._start} {os.getpid()} {error[:_ERROR_CHARS]}")
+
+    def _failure(self) -> tuple[str, str, str]:
+        """The start and the process in which the last build has failed, and its error; empty if it has not failed."""
+        kind, *fields = os.pread(self._fd, 8 * _ERROR_CHARS, 0).decode(errors="replace").split(" ", 3)
+        return (fields[0], fields[1], fields[2]) if kind == _FAILED and len(fields) == 3 else ("", "", "")
+
+    def _write(self, text: str) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(), 0)
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
         """Put the result in place. Always true: no other process can have taken the lock meanwhile."""
@@ -350,8 +371,7 @@ class LockRight:
 class ClaimRight:
     """The right to build for all nodes: a claim that this node's agent makes in etcd. It has the methods of LockRight.
 
-    Only local rank 0 claims, so a node never builds twice. The other local ranks wait for the result. If their node's
-    builder fails, its error ends the generation, and these ranks with it.
+    The agent gives its claim to one of its workers. When that worker ends, the claim is free for all.
 
     Args:
         target: the directory to build, on storage that all nodes share.
@@ -365,7 +385,6 @@ class ClaimRight:
         self._agent = agent_client.agent_link()
         self._target = target
         self._version = version
-        self._claims = worker.local_rank == 0
         self._generation = worker.generation
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
         # Keys in etcd take a limited set of characters. The digest tells apart directories of the same name.
@@ -380,8 +399,6 @@ class ClaimRight:
         Raises PreparationError when the build has failed on another node, or when its result does not become visible
         here.
         """
-        if not self._claims:
-            return False
         reply = self._claim()
         if reply.refusal == "wait":
             self.holder = reply.reason

@@ -297,6 +297,14 @@ def claim_preparation(
     )
 
 
+def free_preparation(keys: Keys, name: str, *, claimed_mod: int) -> Txn:
+    """Give up a claim whose builder has ended, if it still stands."""
+    key = keys.preparation(name)
+    return Txn(
+        compares=(_unchanged(key, claimed_mod),), operations=(Delete(key),), why=f"nobody builds {name} any more"
+    )
+
+
 def end_preparation(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
     """End a preparation as "done" or "failed". Only its builder can, and only while its claim stands."""
     key = keys.preparation(name)

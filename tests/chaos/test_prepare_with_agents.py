@@ -141,3 +141,65 @@ def test_a_builder_paused_beyond_its_lease_publishes_nothing(tmp_path: Path) -> 
         assert set(cluster.ended().values()) == {0}, cluster.story()
         cluster.whole()
         assert (tmp_path / "data" / "first").read_text() == second
+
+
+DIES_IN_A_PAUSE = """
+import os, signal, torch, elasticrt
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def build(directory):
+    print(os.getpid(), file=Path("builds").open("a"), flush=True)
+    if len(Path("builds").read_text().split()) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (directory / "data").write_text("all of it")
+
+ctx = elasticrt.init()
+model = DDP(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer)
+for step in loop.steps(10):
+    if step == 5:
+        with loop.pause("data"):
+            elasticrt.prepare("data", build, scope="shared")
+        assert Path("data/data").read_text() == "all of it"
+    with loop.step():
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_a_builder_that_dies_in_a_pause_is_replaced(tmp_path: Path, nodes: int, workers: int) -> None:
+    """D01, L1: its agent lives, so its lease does not end; the survivors wait in the pause, and one of them builds."""
+    (tmp_path / "train.py").write_text(DIES_IN_A_PAUSE)
+    options = ["--nnodes", str(nodes), "--nproc-per-node", str(workers)]
+    names = [f"n{number}" for number in range(nodes)]
+    with Cluster(tmp_path, f"pause-{secrets.token_hex(4)}", options, ["train.py"]) as cluster:
+        for name in names:
+            cluster.start(name)
+        assert cluster.ended(90) == dict.fromkeys(names, 0), cluster.story()
+    assert len((tmp_path / "builds").read_text().split()) == 2
+
+
+def test_a_build_that_raises_is_not_repeated_on_its_node(tmp_path: Path) -> None:
+    """D05: the other workers of the node, which wait for it, fail with its error."""
+    script = """
+import os, elasticrt
+from pathlib import Path
+
+def build(directory):
+    print(os.getpid(), file=Path("builds").open("a"), flush=True)
+    raise OSError("the server is busy")
+
+elasticrt.prepare("data", build)
+"""
+    (tmp_path / "train.py").write_text(script)
+    options = ["--nnodes", "1", "--nproc-per-node", "3"]
+    with Cluster(tmp_path, f"raises-{secrets.token_hex(4)}", options, ["train.py"]) as cluster:
+        cluster.start("n0")
+        assert cluster.ended(60) == {"n0": 6}, cluster.story()
+        (result,) = cluster.events("result")
+    assert "OSError: the server is busy" in result["reason"]
+    assert len((tmp_path / "builds").read_text().split()) == 1
