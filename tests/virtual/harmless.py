@@ -15,6 +15,10 @@ HARMLESS: dict[str, str] = {
         _UNSEEN + "201471 did, in which a late report replaced the next one, until the times of the protocol moved. "
         "tests/unit/rendezvous/test_member.py checks the rule by itself."
     ),
+    "free_preparation without _unchanged(key, claimed_mod)": (
+        "harmless because a builder whose claim is gone publishes nothing, and whoever claims looks at the data first: "
+        "at worst two build at the same time. The rule keeps them from it."
+    ),
     "a leader hears of its own report as late as of others'": (
         _UNSEEN + "105498 did (S18) until the times of the protocol moved. It takes a leader that decides within the "
         "delay of its own watch."
