@@ -96,30 +96,36 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     over = story is not None and not story.lives.alive()
     stands = story is not None and story.standstill is not None
     needed, waits = spec.spec.min_nodes, generation is not None and generation.waits
+    running = [member.node for member in members if generation is not None and member.generation == generation.number]
+    # After a resize, or without a Loop, all nodes of a generation may train on below the minimum.
+    goes_on = generation is not None and not waits and len(running) >= generation.nodes
     if result is not None:
         said = f"{result.status}: {result.reason}"
     elif not members:
         said = state(story) if story is not None and over else "no node answers: they are leaving, stopped, or lost"
+    elif len(members) < needed and not goes_on:
+        said = f"waits for {counted(needed - len(members), 'more node')}"
     elif story is not None and story.now_if_running(now) is not None:
         said = state(story, now)
-    elif len(members) < needed and (waits or not any(member.generation for member in members)):
-        said = f"waits for {counted(needed - len(members), 'more node')}"
     else:
         said = "alive"
     lines = [f"run {run.keys.run_id}: {said}", f"options: {needed} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
-        left = result is None and all(member.generation != generation.number for member in members)
+        left = result is None and not running
         name, cause = "last generation" if left else "generation", cause_of(story, generation.number, generation.cause)
         lines.append(f"{name} {generation.number}: {size} ({cause})")
     # The directory tells of the checkpoint as well. It knows of a newer one if etcd was restored from a backup.
     if saved is not None and (story is None or saved.reached > story.checkpoints.newest):
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
+    chapter = story.generations.newest if story is not None else None
+    sets_up = chapter is not None and generation is not None and chapter.number == generation.number
+    sets_up = sets_up and chapter is not None and chapter.stepped_at is None
+    runs = "waiting" if waits else "standing still" if stands else "setting up" if sets_up else "training"
     for member in members:
-        running = generation is not None and member.generation == generation.number
-        runs = "waiting" if waits else "standing still" if stands else "training"
         stands_by = "standby" if any(each.generation for each in members) else "waiting"
-        word = "draining" if member.draining else runs if running else stands_by if member.warm else "starting"
+        others = stands_by if member.warm else "starting"
+        word = "draining" if member.draining else runs if member.node in running else others
         lines.append(
             f"  {member.node}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}"
         )

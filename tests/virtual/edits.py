@@ -23,7 +23,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == member.incarnation", ""),),
     "no fence on commit": ((_TRANSACTIONS, "commit", "_generation_unchanged(keys, generation_value),", ""),),
     "commit by whatever generation is current": (
-        (_A + "agent", "Agent._ask_store", "if view.generation and current else", "if view.generation else"),
+        (_A + "agent", "Agent._store_request", "if view.generation and current else", "if view.generation else"),
     ),
     "no nonce read-back": ((_COMMIT, "StoreProxy._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (

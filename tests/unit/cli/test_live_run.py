@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -338,3 +339,35 @@ def test_a_container_that_was_restarted_is_shown() -> None:
     _run("calm-fox", lives=False, pid=7, machine="a container")
     shown.append(any("node-0: " in line for line in show(run, run_dir.read(Path("runs", "calm-fox")), 0.0)[0]))
     assert shown == [True, False, True]
+
+
+def test_what_a_node_is_shown_to_do_before_its_first_step() -> None:
+    """L6: it sets up. When the other one is gone, the run waits for one more, though nobody has agreed to yet."""
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"), Path("runs"))
+    spec = SpecRecord(spec=RunSpec(min_nodes=2, max_nodes=2, command=("script", "train.py")), attempt=1)
+    members = [
+        Member(
+            node=f"node-{number}", incarnation=f"{number}" * 16, address="127.0.0.1", pid=os.getpid(), workers=1,
+            probe_port=5000, port=5001, warm=True, generation=1,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    generation = Generation(
+        number=1, attempt=1, nonce="c" * 16, nodes=2, world_size=2, master_address="::1", master_port=5001,
+        cause="start", kind="start", chunks=1,
+    )  # fmt: skip
+    begun = events.Generation(1, 2, "start", "start", 0, ("node-0", "node-1"), 0, in_place=False)
+    _run("calm-fox", begun, lives=False, pid=os.getpid())
+    puts = [Put(run.keys.spec, spec.encode()), Put(run.keys.generation, generation.encode())]
+    puts += [Put(f"{run.keys.members}{member.node}", member.encode()) for member in members]
+    run.store.commit(Txn((), tuple(puts), why="a test"))
+
+    def shown() -> str:
+        return "; ".join(show(run, run_dir.read(Path("runs", "calm-fox")), time.time())[0])
+
+    assert "calm-fox: running" in shown()
+    assert "node-0: setting up" in shown()
+    run.store.commit(Txn((), (Delete(f"{run.keys.members}node-1"),), why="a test"))
+    assert "calm-fox: waits for 1 more node" in shown()
+    _run("calm-fox", events.FirstStep(1, 1, 0, None, None), lives=False, pid=os.getpid())
+    assert "node-0: training" in shown()
