@@ -43,7 +43,7 @@ def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
     if left_after <= reached:
         return saved
     lost = f"step {left_after:,} is" if left_after == reached + 1 else f"steps {reached + 1:,} to {left_after:,} are"
-    return f"{saved}, {lost} not: the last checkpoint could not be saved"
+    return f"{saved}, {lost} not"
 
 
 def signal_name(number: int) -> str:
