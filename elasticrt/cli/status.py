@@ -97,15 +97,18 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     stands = story is not None and story.standstill is not None
     needed, waits = spec.spec.min_nodes, generation is not None and generation.waits
     running = [member.node for member in members if generation is not None and member.generation == generation.number]
+    # The events tell of a wait since when it lasts, once the nodes have agreed on it.
+    chapter = story.generations.newest if story is not None else None
+    knows = story is not None and story.now_if_running(now) is not None
     # After a resize, or without a Loop, all nodes of a generation may train on below the minimum.
     goes_on = generation is not None and not waits and len(running) >= generation.nodes
     if result is not None:
         said = f"{result.status}: {result.reason}"
     elif not members:
         said = state(story) if story is not None and over else "no node answers: they are leaving, stopped, or lost"
-    elif len(members) < needed and not goes_on:
+    elif len(members) < needed and not (goes_on or (knows and chapter is not None and chapter.lacks_nodes)):
         said = f"waits for {counted(needed - len(members), 'more node')}"
-    elif story is not None and story.now_if_running(now) is not None:
+    elif story is not None and knows:
         said = state(story, now)
     else:
         said = "alive"
@@ -118,7 +121,6 @@ def show(run: LiveRun, story: Story | None, now: float) -> tuple[list[str], bool
     # The directory tells of the checkpoint as well. It knows of a newer one if etcd was restored from a backup.
     if saved is not None and (story is None or saved.reached > story.checkpoints.newest):
         lines.append(f"newest checkpoint: step {saved.reached} of generation {saved.generation}")
-    chapter = story.generations.newest if story is not None else None
     sets_up = chapter is not None and generation is not None and chapter.number == generation.number
     sets_up = sets_up and chapter is not None and chapter.stepped_at is None
     runs = "waiting" if waits else "standing still" if stands else "setting up" if sets_up else "training"
