@@ -142,7 +142,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running_generation, me.seated_generation)", "me.running_generation"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreBlocked", "StoreUnavailable, StoreBlocked"),),
     "who has not the claim publishes": (
-        (_COMMIT, "StoreProxy._end_build", "record.incarnation == asked.incarnation and ", ""),
+        (_COMMIT, "_is_ours", "record.incarnation == asked.incarnation and ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "a lease that was given up comes back with the next life": (
