@@ -97,14 +97,16 @@ class CulpritSearch:
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
         before = self._standstill
-        self._standstill = before.looked(step, max(at), now, bound_s, ask_s)
-        if before.step != step:
+        # With the same step, too: after a wait for nodes the workers have taken other seats.
+        begins = before.step != step or now - max(at) < bound_s
+        self._standstill = (WatchedStandstill(step) if begins else before).looked(step, max(at), now, bound_s, ask_s)
+        if begins:
             self.positions, self._culprit, self.unanswered_at = (), None, None
-            # The sum of all steps falls when a worker ends. That is no progress.
-            if step > before.step:
-                # Without a Loop, optimizers count their part of a step before the step has ended. So the newest count
-                # may be older than the stand that it ends, and then the stand has lasted until now.
-                self._report_going_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
+        # The sum of all steps falls when a worker ends. That is no progress.
+        if step > before.step:
+            # Without a Loop, optimizers count their part of a step before the step has ended. So the newest count may
+            # be older than the stand that it ends, and then the stand has lasted until now.
+            self._report_going_on(generation, (max(at) if max(at) > self._stood_since else now) - self._stood_since)
         self._last_at = max(at)
         if self._standstill.looks > before.looks:
             self._workers.ask_for_stacks(Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))

@@ -377,6 +377,21 @@ def test_a_stand_is_told_whole(tmp_path: Path, within: bool) -> None:
     assert said[1:] == [f"the steps go on: none was made for 12 s after step {4 + within}"]
 
 
+def test_where_workers_stood_before_they_got_other_seats_says_nothing(tmp_path: Path) -> None:
+    """L5: after a wait for nodes the same step is awaited anew, and nobody has been slow in it yet."""
+    page, now = StatusPage(StatusPage.create()), time.monotonic()
+    monitor, found, kept = monitor_of_one_that_is_stuck(tmp_path, page)
+    page.entered, page.stepping, page.step = 6, 1, 5
+    page.step_at_ns = page.restored_at_ns = int((now - 6) * 1e9)
+    monitor.steps.look(now, held=False)
+    monitor.search.look_closer(now, ask_s=[0.0, 0.4])
+    monitor.search.note_positions(found.get(timeout=10))
+    page.step_at_ns, page.restored_at_ns = 0, int((now + 0.2) * 1e9)
+    monitor.search.look_closer(now + 0.3, ask_s=[])
+    monitor.search.find_culprit(now + 0.5, {"n0": ""}, {}, {})
+    assert not kept
+
+
 @pytest.mark.parametrize(
     ("entered", "made", "named"),
     [
