@@ -7,7 +7,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "lease as permission to publish": ("S6", "old news come late"),
     "identity by name": ("S3", "a node that is fenced has been started anew"),
     "no fence on commit": ("S2", "a commit meets the next generation"),
-    "commit by whatever generation is current": ("S9", 1506150),
+    "commit by whatever generation is current": ("S2", 1552018),
     "no nonce read-back": ("S2", "a generation would be too small"),
     "resume where the last generation did": ("S6", "a node is killed"),
     "everybody leads": ("S1", "a node is killed"),
