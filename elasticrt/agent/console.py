@@ -217,8 +217,8 @@ class Console:
         # again.
         told, self._due_sentences = [*self._due_sentences, *self._changes.tick(now + self.clock_offset_s + 1e-3)], []
         for chapter, text in told:
-            # `announce_standby` has printed this generation when it began.
-            if self._node not in chapter.nodes:
+            # `announce_standby` has printed this generation. A former agent of this node may have had a seat there.
+            if self._node not in chapter.nodes or chapter.number == self._announced_standby:
                 continue
             generation, pids = self.story.generations.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -84,35 +85,56 @@ def test_the_death_of_the_bundled_etcd_is_the_cause_of_what_follows(missed):
     assert cause_of(told, 3, "start") == cause_of(None, 2, "start") == "start", "of which the story does not tell"
 
 
+def console_of_b(tmp_path):
+    """The console of node b."""
+    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    return Console(SimpleNamespace(node="b", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+
+
+def stand_by(console, number, nodes):
+    """Let b stand by in a generation of `nodes`."""
+    new = SimpleNamespace(number=number, attempt=1, nodes=len(nodes), world_size=1, cause="start", waits=False)
+    seats = [SimpleNamespace(node=name, incarnation=name * 16) for name in nodes]
+    view = SimpleNamespace(
+        generation=SimpleNamespace(record=new), generation_number=number, roster_known=True,
+        seat_of=lambda *_: None, seats_in_rank_order=lambda: seats, leader_node="a",
+        members={"a": SimpleNamespace(record=SimpleNamespace(incarnation="a" * 16, generation=number))},
+        seats={seat.node: seat for seat in seats},
+    )  # fmt: skip
+    me = SimpleNamespace(record=SimpleNamespace(node="b", incarnation="c" * 16), attempt=1)
+    me.spec = SimpleNamespace(join="budget", max_nodes=1)
+
+    def stands_by(_, names):
+        console.events.write(events.StandsBy(**vars(begun(number, names, "start", in_place=False))))
+
+    console.announce_standby(view, me, stands_by)
+
+
 def test_a_node_that_stands_by_tells_the_same_cause(tmp_path, capsys):
     """It had seen etcd die, and the leader's own word for what follows is "start".
 
     The sentence about the generation before, which waited for its cost, comes first.
     """
-    options = SimpleNamespace(events_fd=-1, quiet=False, log_format="text")
-    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
-    console = Console(SimpleNamespace(node="b", run_dir=tmp_path, run_id="calm-fox", options=options), edges)
+    console = console_of_b(tmp_path)
     for event in (started(), begun(1, "ab", "start"), events.EtcdAway(3.0, fresh=True)):
         console.events.write(event)
-    new = SimpleNamespace(number=2, attempt=1, nodes=1, world_size=1, cause="start", waits=False)
-    a = SimpleNamespace(node="a", incarnation="a" * 16)
-    view = SimpleNamespace(
-        generation=SimpleNamespace(record=new), generation_number=2, roster_known=True,
-        seat_of=lambda *_: None, seats_in_rank_order=lambda: [a], leader_node="a",
-        members={"a": SimpleNamespace(record=SimpleNamespace(incarnation=a.incarnation, generation=2))},
-        seats={"a": a},
-    )  # fmt: skip
-    me = SimpleNamespace(record=SimpleNamespace(node="b", incarnation="b" * 16), attempt=1)
-    me.spec = SimpleNamespace(join="budget", max_nodes=1)
-
-    def stands_by(_, names):
-        console.events.write(events.StandsBy(**vars(begun(2, names, "start", in_place=False))))
-
     for _ in range(2):
-        console.announce_standby(view, me, stands_by)
+        stand_by(console, 2, "a")
     console.events.close()
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(" (standing by")[0] for line in said] == [
         "elasticrt: generation 1: 2 nodes, world size 2",
         "elasticrt: generation 2: etcd had died, and a fresh one was started, 1 node, world size 1",
     ]
+
+
+def test_an_agent_does_not_take_its_predecessors_generation_for_its_own(tmp_path, capsys):
+    """A09: the node is among those of that generation, and its new agent only stands by."""
+    console = console_of_b(tmp_path)
+    console.events.write(started())
+    stand_by(console, 1, "ab")
+    console.tick(time.monotonic() + 600, None)
+    console.events.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("elasticrt: generation 1: start, 2 nodes, world size 1 (standing by here")
