@@ -231,6 +231,8 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
             # Not a prepared directory. It may be the user's only copy of something, so it is kept.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared again")
+        elif ours:
+            say(f"{target} is of another version, or files in it have changed; prepared again")
         target.rename(aside)
     workshop.rename(target)
     sync(target.parent)

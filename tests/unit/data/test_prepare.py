@@ -71,8 +71,8 @@ def test_builds_once(tmp_path):
         lambda path: longer_at_the_same_time(path / "a.txt"),
     ],
 )
-def test_damaged_is_built_again(tmp_path, damage):
-    """A file missing, changed, or a record that does not fit: redone, not reused (D03)."""
+def test_damaged_is_built_again(tmp_path, damage, capsys):
+    """A file missing, changed, or a record that does not fit: redone, not reused, and said (D03)."""
     build = Builder()
     path = prepare(tmp_path / "data", build)
     damage(path)
@@ -80,6 +80,7 @@ def test_damaged_is_built_again(tmp_path, damage):
     assert build.calls == 2
     assert (path / "a.txt").read_text() == "one"
     assert names(tmp_path) == [".data.lock", "data"]
+    assert "files in it have changed; prepared again" in "".join(capsys.readouterr())
 
 
 def test_a_copy_with_other_times_is_reused(tmp_path):
