@@ -268,8 +268,10 @@ def main(text: str) -> NoReturn:
     # Descriptors that arrive must never get the numbers of the standard streams.
     occupy()
     proc.adopt_orphans()
-    # A worker parent that a signal has stopped would not notice the end of its agent.
-    die_with_parent(os.getppid(), signal.SIGCONT)
+    # A worker parent that a signal has stopped would not notice the end of its agent. One whose agent has ended by now
+    # finds its channel closed.
+    with contextlib.suppress(ProcessLookupError):
+        die_with_parent(os.getppid(), signal.SIGCONT)
     script, directory = _script(options)
     parent = ForkServer(Channel.adopt(options.channel_fd))
     warm, torch_threads = _prepare(options, script, directory)
