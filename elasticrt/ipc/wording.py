@@ -9,6 +9,9 @@ ANEW = "start again"
 """The cause of a generation that begins a run again. Its leader does not know whether the agents of the generation
 before were killed or have left."""
 
+UNAGREED = ", and no new generation can be agreed: "
+"""Between a failure and the reason why nothing follows from it."""
+
 
 def counted(number: int, noun: str) -> str:
     """`1 node`, `3 nodes`, `1,240 steps`."""

@@ -18,7 +18,7 @@ from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import unacknowledged
 from elasticrt.ipc.time_bounds import CLOSER_S, COMPARE_S, FIRST_STEP_S, FOUND_S, LOOK_IDLE_S, PLACES_S
 from elasticrt.ipc.typed import typed
-from elasticrt.ipc.wording import slow_node
+from elasticrt.ipc.wording import UNAGREED, slow_node
 from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find
 from elasticrt.liveness.stacks import Stacks, main_thread
 from elasticrt.liveness.stall_detector import STANDING_FACTOR, WARN_PART, WatchedStandstill
@@ -276,7 +276,7 @@ class CulpritSearch:
             self._last_at = self._last_at or failed_at
             # Workers that have only lost their group do not know which worker was the first.
             what = f"another node has lost a worker, and {failure.summary}" if failure.collateral else failure.summary
-            self._report(now, Culprit((), (), f"{what}, and no new generation can be agreed: {why}", step=step))
+            self._report(now, Culprit((), (), f"{what}{UNAGREED}{why}", step=step))
 
     def adopt_finding(self, now: float, answer: Mapping[str, object]) -> None:
         """Report at `now` the finding of rank 0's node, as it or the leader has told it in `answer`.

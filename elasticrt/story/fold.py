@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from elasticrt import events
 from elasticrt.ipc.failure import ENDED_EARLY
+from elasticrt.ipc.wording import UNAGREED
 from elasticrt.story.buckets import AGREE, STANDBY, TRAIN, WAITING, Span, totals
 from elasticrt.story.failures import SILENT, Failures, RunFailure, explained
 from elasticrt.story.generations import FROZEN_S, Chapter, Generations, Standstill, is_failure
@@ -286,6 +287,10 @@ class Story:
         if self.generations.numbers[culprit.generation].hung or (culprit.nodes and not culprit.ranks):
             return cause
         until = self.lives.witnessed_end(stand.since, at)
+        _, unagreed, why = culprit.reason.partition(UNAGREED)
+        if unagreed:
+            # The failure came first, and is the cause already.
+            return f"{cause}; agreed only after {until - stand.since:.0f} s: {why}"
         what = stand.sentence(until, numbered=self.has_step_numbers)
         self.failures.add_hang(at, what, culprit.generation, culprit.nodes, since=stand.since)
         return f"{cause}; before that no step for {until - stand.since:.0f} s: {culprit.reason}"

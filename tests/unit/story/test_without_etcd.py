@@ -56,6 +56,8 @@ def test_a_wait_for_an_agreement_after_a_loss_is_no_training():
     told = story([entry for entry in [*AWAY, (14.0, "a", lost)] if entry[1] == "a"])
     assert state(told, 20.0).startswith(f"no step for 12 s after step 20: {said}")
     assert totals(told.spans_by_node(20.0)["a"])["detect"] == 12.0
+    agreed = story([*AWAY, (14.0, "a", lost), *((20.0, node, begun(2, "ab", "failure", DEATH)) for node in "ab")])
+    assert agreed.generations.newest.cause == f"{DEATH}; agreed only after 12 s: etcd does not answer"
 
 
 def test_who_has_replaced_its_worker_waits_for_the_next_generation_with_the_others():
