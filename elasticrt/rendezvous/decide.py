@@ -424,7 +424,8 @@ def _after_loss(context: LeaderContext, lost: list[Seat]) -> Decision:
     cause = ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items())
     if len(lost) == len(context.seats):
         # Nodes that had left before this one came had stopped.
-        stopped = set(same) == {"left"} and context.view.vanished.keys().isdisjoint(gone)
+        seen = any(each.incarnation for each in context.view.vanished.values())
+        stopped = set(same) == {"left"} and not seen
         return _start_anew(context) if stopped else _start_anew(context, "lost", cause)
     if (wait := wait_for_save(context, lost)) is not None:
         return wait

@@ -109,6 +109,22 @@ def test_leaving_is_at_once_and_free() -> None:
     assert world.members["n0"].ran[-1][0].cause == "n1 left"
 
 
+@pytest.mark.parametrize("name", ["n0", "n1"])
+def test_a_run_whose_nodes_have_all_left_starts_again(name: str) -> None:
+    """A02: the same command later finds a run that was stopped, and that has lost nobody."""
+    world = running(1, max_nodes=1)
+    world.members["n0"].me = told_to_leave(world.members["n0"])
+    world.settle()
+    again = VirtualMember(world, name, life=2)
+    again.enter()
+    again.warm()
+    world.members[name] = again
+    world.settle()
+    assert [(generation.number, generation.cause, generation.kind) for generation, _ in again.ran] == [
+        (2, "start again", "start")
+    ]
+
+
 @pytest.mark.parametrize(("stay", "minimum", "go_on"), [("n1", 1, True), ("n1", 2, False), ("", 1, False)])
 def test_who_leaves_at_once_knows_whether_enough_others_stay(stay: str, minimum: int, go_on: bool) -> None:
     """K04: if so nobody need start the run again. Those that leave themselves do not count."""
