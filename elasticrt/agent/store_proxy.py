@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import ERRNO, BuildDone, ClaimBuild, OpenDirectory, Reply, Request, Save
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, R, decode, version_of
 from elasticrt.store.protocol import KeyValue, LeaseLost, Store, StoreBlocked, StoreUnavailable
@@ -119,7 +121,8 @@ class StoreProxy:
         while (asked := self._waiting.get()) is not None and not self._closing:
             reply = self.carry_out(asked)
             if isinstance(asked.request, BuilderEnded) and reply.refusal == "unsure":
-                # No worker asks again in this case. Each try waits for etcd.
+                # No worker asks again in this case. An etcd that takes no writes refuses at once.
+                time.sleep(LOOK_AGAIN_S)
                 self._waiting.put(asked)
             asked.answer(reply)
 
