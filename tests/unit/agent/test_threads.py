@@ -14,13 +14,13 @@ import pytest
 
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
-from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
+from elasticrt.agent.store_proxy import BuilderEnded, StoreProxy, StoreRequest
 from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import BuildDone, ClaimBuild, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Put, Txn
+from elasticrt.store.protocol import Put, StoreUnavailable, Txn, TxnResult
 from elasticrt.store.watcher import Watcher
 from elasticrt.torchrun.participant import Participant
 from tests.memory_store import MemoryServer, MemoryStore
@@ -79,6 +79,44 @@ def test_a_proxy_answers_whatever_is_asked(text):
     assert ask(ClaimBuild(7, f"name-{text}", text + "2")).refusal == "failed"
     assert not ask(BuildDone(8, "x", text)).ok
     assert not ask(Save(9, {"step": text}, "")).ok
+    proxy.close(5)
+
+
+class Away(MemoryStore):
+    """A client that etcd does not answer while `away`."""
+
+    away = False
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """See `Store`."""
+        if self.away:
+            raise StoreUnavailable("no answer")
+        return super().commit(txn)
+
+
+def test_a_claim_whose_builder_has_ended_is_given_up_when_etcd_is_back():
+    """D01: the agent lives on, and so does its lease; no worker is left to ask again."""
+    store, record = Away(MemoryServer(lambda: 0.0)), SpecRecord(spec=SPEC, attempt=1).encode()
+    store.commit(Txn((), (Put(KEYS.generation, record),)))
+    proxy = StoreProxy(store, KEYS, lambda _: None, "")
+    replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+
+    def asked(request, life: str = "0", local_rank: int = 1) -> StoreRequest:
+        return StoreRequest(request, 1, record, 1, "n0", life * 16, 0, replies.put, local_rank)
+
+    def claims(*who) -> bool:
+        proxy.send(asked(ClaimBuild(1, "data", "1"), *who))
+        return replies.get(timeout=10).ok
+
+    assert [claims(), claims("0", 0), claims("1")] == [True, False, False]
+    proxy.worker_ended(asked(BuilderEnded(), local_rank=0))
+    assert not claims("1"), "it was another worker"
+    store.away = True
+    proxy.worker_ended(asked(BuilderEnded()))
+    assert replies.get(timeout=10).refusal == "unsure"
+    store.away = False
+    wait_until(lambda: replies.get(timeout=10).ok, "the claim is given up")
+    assert claims("1")
     proxy.close(5)
 
 
